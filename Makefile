@@ -1,0 +1,45 @@
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+STAGES ?= 2
+ARGS ?=
+READY := .venv/.ready
+BIN := .venv/bin
+
+.PHONY: help setup demo test test-gpu check format wheel clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## make .venv with everything pinned, rpcpipe editable
+
+$(READY): pyproject.toml constraints.txt
+	python3 -m venv .venv
+	$(BIN)/pip install -e ".[test,dev,examples,plot]" -c constraints.txt
+	touch $@
+
+demo: $(READY) ## train a small GPT on STAGES (2) processes; ARGS go to the script
+	$(BIN)/python examples/train_gpt.py --stages $(STAGES) $(ARGS)
+
+test: $(READY) ## run the tests; ARGS go to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(READY) ## run the tests that need a GPU
+	$(BIN)/python -m pytest -m cuda $(ARGS)
+
+check: $(READY) ## formatting, lint and types
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy --strict rpcpipe
+
+format: $(READY) ## format, and fix what lint can fix
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+wheel: ## build the wheel, install it into an empty venv, train two stages with it
+	.ci/wheel-smoke
+
+clean: ## remove all that the other targets made
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

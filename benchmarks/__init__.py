@@ -1,0 +1,1 @@
+"""Experiments of the paper, one a file, and the models they train."""

@@ -1,0 +1,27 @@
+"""rpcpipe: pipeline parallelism for PyTorch whose training loop stays a plain script."""
+
+from __future__ import annotations
+
+from rpcpipe import balance, skip
+from rpcpipe.checkpoint import is_checkpointing, is_recomputing
+from rpcpipe.errors import BalanceError, StageError, StageLost
+from rpcpipe.pipe import Pipe
+from rpcpipe.run import run
+from rpcpipe.timeline import Timeline
+from rpcpipe.world import World
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BalanceError",
+    "Pipe",
+    "StageError",
+    "StageLost",
+    "Timeline",
+    "World",
+    "balance",
+    "is_checkpointing",
+    "is_recomputing",
+    "run",
+    "skip",
+]

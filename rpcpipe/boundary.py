@@ -1,0 +1,193 @@
+"""Boundaries: the autograd functions where a mini-batch's graph enters and leaves a process.
+
+Distributed autograd carries gradients between processes and knows nothing of a stage's own
+graph. Each stage adds two nodes a micro-batch; the arrows are the backward pass:
+
+                 (1) gradients of the outputs                      (3) gradients of the inputs
+    stage j+1 ───▶ SendRpc(i) ──▶ Arrive(i) ───────▶ Depart(i) ──▶ RecvRpc(i) ───▶ stage j-1
+                                     ┊                   ┊▲
+                                     ┊ (2) compute thread: B(i)
+                                     └┄┄┄┄┄┄┄┄┄┄▶ ┄┄┄┄┄┄┄┄┘
+    Depart(i+1) ──── token ────▶ Depart(i)
+
+(1) Arrive hands the gradients over and is done: nothing blocks while they come in any order.
+(2) The compute thread runs the local backward passes in the order of its program.
+(3) Depart waits for its micro-batch and returns the gradients of what was received. The token
+    runs through all micro-batches (the paper's fork/join dependency, section 3.2), so that of a
+    mini-batch only one Depart at a time can wait, and so occupy one of the engine's threads.
+
+Every tensor received with a gradient passes through Depart and every micro-batch is on the
+token's chain; hence every send takes part in the backward pass, whatever the loss used. FAST mode
+waits for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rpcpipe import transport
+
+__all__ = [
+    "Arrivals",
+    "alias",
+    "copy",
+    "enter",
+    "first_token",
+    "leave",
+    "received",
+    "root",
+    "tie",
+]
+
+Gradients = Sequence[Tensor | None]
+
+
+class Arrivals(Protocol):
+    """Where a stage's boundary hands gradients over, and gets them back."""
+
+    def arrive(self, i: int, gradients: Gradients) -> None:
+        """Take the gradients of micro-batch ``i``'s outputs."""
+
+    def depart(self, i: int) -> Gradients:
+        """Wait for the gradients of what ``enter`` was given for micro-batch ``i``."""
+
+
+def first_token() -> Tensor:
+    """The token in front of the first micro-batch."""
+    return torch.zeros(0, requires_grad=True)
+
+
+def enter(run: Arrivals, i: int, token: Tensor, entering: Sequence[Tensor]) -> Tensor:
+    """Put a ``Depart`` behind the tensors micro-batch ``i`` was given; return its token.
+
+    Args:
+        token: the one of micro-batch ``i - 1``.
+        entering: tensors that require grad: received ones, and parameters whose gradients
+            distributed autograd shall collect.
+    """
+    return _Depart.apply(run, i, token, *entering)  # type: ignore[no-any-return]
+
+
+def leave(
+    run: Arrivals, i: int, token: Tensor, outputs: Sequence[Tensor], differentiable: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """Put an ``Arrive`` behind the outputs of micro-batch ``i``; return them, ready to be sent."""
+    return _Arrive.apply(run, i, tuple(differentiable), token, *outputs)  # type: ignore[no-any-return]
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Arrivals, i: int, token: Tensor, *entering: Tensor) -> Tensor:
+        ctx.run, ctx.i = run, i
+        ctx.set_materialize_grads(False)
+        return token.new_zeros(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor | None) -> Any:
+        return None, None, None, *ctx.run.depart(ctx.i)
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: Arrivals,
+        i: int,
+        differentiable: tuple[bool, ...],
+        token: Tensor,
+        *outputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.run, ctx.i, ctx.n = run, i, len(outputs)
+        ctx.set_materialize_grads(False)
+        # Detached and not returned as they are: the graph may not hold on to what it is sent.
+        outputs = tuple(output.detach() for output in outputs)
+        fixed = [out for out, yes in zip(outputs, differentiable, strict=True) if not yes]
+        ctx.mark_non_differentiable(*fixed)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.run.arrive(ctx.i, gradients)
+        return None, None, None, None, *[None] * ctx.n
+
+
+def tie(
+    compute: Callable[[], tuple[Tensor, ...]],
+    spread: Callable[[Gradients], Gradients],
+    differentiable: Sequence[bool],
+    ends: Sequence[Tensor],
+) -> tuple[Tensor, ...]:
+    """One node for the whole mini-batch: results computed from ``ends``, all or none of which
+    take part in the backward pass.
+
+    Args:
+        compute: returns the results.
+        spread: called in the backward pass with their gradients; returns those of ``ends``.
+        differentiable: for each result, whether a gradient can reach it.
+        ends: tensors that require grad.
+    """
+    return _Tie.apply(compute, spread, tuple(differentiable), *ends)  # type: ignore[no-any-return]
+
+
+class _Tie(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compute: Callable[[], tuple[Tensor, ...]],
+        spread: Callable[[Gradients], Gradients],
+        differentiable: tuple[bool, ...],
+        *ends: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.spread = spread
+        ctx.set_materialize_grads(False)
+        results = compute()
+        fixed = [r for r, yes in zip(results, differentiable, strict=True) if not yes]
+        ctx.mark_non_differentiable(*fixed)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return None, None, None, *ctx.spread(gradients)
+
+
+def root(ends: Sequence[Tensor], gradients: Gradients) -> Tensor:
+    """A scalar to start a distributed backward pass from, which gives ``ends`` these gradients."""
+    with torch.enable_grad():  # also from within another backward pass
+        (scalar,) = tie(lambda: (torch.zeros(()),), lambda _: gradients, (True,), ends)
+    return scalar
+
+
+def received(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those of the tensors from another process that a gradient goes back through."""
+    found = [t for t in tensors if t.requires_grad]
+    transport.prioritize(found)
+    return found
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def alias(leaf: Tensor) -> Tensor:
+    """The same memory, not as a leaf, so that a layer may work on it in place."""
+    return _Alias.apply(leaf) if leaf.requires_grad else leaf  # type: ignore[no-any-return]
+
+
+def copy(leaf: Tensor) -> Tensor:
+    """Other memory with the same values, for a layer to work on in place."""
+    return leaf.clone()

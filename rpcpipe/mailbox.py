@@ -1,0 +1,82 @@
+"""Mailbox: where a value and the request for it meet, in either order."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+from torch.utils import _pytree as pytree
+
+from rpcpipe import transport
+from rpcpipe.errors import Failure
+
+__all__ = ["Mailbox", "Name", "Parcel"]
+
+Name = Hashable  # of what a micro-batch hands on: None for the parcel, or the key of a skip
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What one stage hands to the next for one micro-batch: the arguments of its first layer.
+
+    ``tail`` is an empty tensor that requires grad, there when nothing else does: the backward
+    pass must reach every process the forward pass went through.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    tail: Tensor | None = None
+
+
+pytree.register_pytree_node(
+    Parcel,
+    lambda parcel: ([parcel.args, parcel.kwargs, parcel.tail], None),
+    lambda children, _: Parcel(*children),
+    serialized_type_name="rpcpipe.Parcel",
+)
+
+
+class Mailbox:
+    """Values by step, micro-batch and name, each put once and taken once."""
+
+    REMEMBERED = 256  # dropped steps that a late request may still ask for
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[tuple[int, int, Name], Future[Any]] = {}
+        self._dropped: OrderedDict[int, Failure] = OrderedDict()
+
+    def take(self, step: int, i: int, name: Name = None) -> Future[Any]:
+        """The future of a value. Answers a call from another process."""
+        return self._meet((step, i, name))
+
+    def put(self, step: int, i: int, name: Name, value: Any) -> None:
+        future = self._meet((step, i, name))
+        if not future.done():
+            future.set_result(value)
+
+    def drop(self, step: int, why: Failure) -> None:
+        """Forget the step's values; requests for them, also later ones, are answered by ``why``."""
+        with self._lock:
+            self._dropped[step] = why
+            if len(self._dropped) > self.REMEMBERED:
+                self._dropped.popitem(last=False)
+            futures = [self._open.pop(key) for key in list(self._open) if key[0] == step]
+        for future in futures:
+            if not future.done():
+                future.set_result(why)
+
+    def _meet(self, key: tuple[int, int, Name]) -> Future[Any]:
+        """Whoever comes first leaves a future, whoever comes second takes it along."""
+        with self._lock:
+            if key[0] in self._dropped:
+                return transport.completed(self._dropped[key[0]])
+            future = self._open.pop(key, None)
+            if future is None:
+                future = self._open[key] = Future()
+            return future

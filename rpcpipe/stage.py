@@ -1,0 +1,439 @@
+"""Stage: one partition of the model in its own process, and the one thread that computes it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future as Slot
+from concurrent.futures import InvalidStateError
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.utils import _pytree as pytree
+
+from rpcpipe import batchnorm, boundary, checkpoint, transport
+from rpcpipe.errors import Failure, StageLost
+from rpcpipe.mailbox import Mailbox, Name, Parcel
+from rpcpipe.schedule import Program, Task
+from rpcpipe.skip.store import SkipStore, use_store
+
+__all__ = ["Event", "Order", "Partition", "Stage"]
+
+Values = dict[Name, Any]  # what a micro-batch receives or hands on
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a stage is to do with one mini-batch; everything the schedule decided is in here."""
+
+    step: int
+    m: int
+    program: Program
+    grad: bool  # a backward pass may follow
+    inference: bool
+    collect: bool  # gradients of parameters go to the autograd context and not to .grad
+    training: bool
+    autocast: checkpoint.AutocastState
+
+
+@dataclass(frozen=True)
+class Event:
+    """One task as it was executed; times in seconds of the host's monotonic clock."""
+
+    step: int
+    task: Task
+    start: float
+    end: float
+
+
+class Partition(nn.Sequential):
+    """The layers of one stage, under the names they have in the whole model."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *others = self
+        value = first(*args, **kwargs)
+        for layer in others:
+            value = layer(value)
+        return value
+
+
+class _Dropped(RuntimeError):
+    """The step has been dropped, by this process or another."""
+
+
+@dataclass
+class _Kept:
+    """What a micro-batch leaves for its backward pass: what it was given, and its graph."""
+
+    given: Values  # its tensors are leaves of the stage's own graph
+    rng: checkpoint.RngState
+    outputs: list[Tensor] | None = None
+
+    def inputs(self) -> list[Tensor]:
+        return [t for t in _tensors(self.given) if t.requires_grad]
+
+
+class _Run:
+    """One mini-batch on one stage, from its order until its last task is done."""
+
+    def __init__(self, order: Order, names: Sequence[Name]) -> None:
+        self.order = order
+        self.recomputed = {i for kind, i in order.program if kind == "R"}
+        self.cursor = 0
+        self.announced = False
+        self.token = boundary.first_token() if order.grad else None
+        self.kept: dict[int, _Kept] = {}
+        self.received: list[dict[Name, Slot[Any]]] = [
+            {name: Slot() for name in names} for _ in range(order.m)
+        ]
+        self.gradients: list[Slot[Any]] = [Slot() for _ in range(order.m)]
+        self.departures: list[Slot[Any]] = [Slot() for _ in range(order.m)]
+
+    def arrive(self, i: int, gradients: boundary.Gradients) -> None:
+        _settle(self.gradients[i], gradients)
+
+    def depart(self, i: int) -> boundary.Gradients:
+        return self.departures[i].result()  # type: ignore[no-any-return]
+
+    def abort(self, why: str) -> None:
+        """Let everybody who waits for this run, now or later, have an exception instead."""
+        self.cursor = len(self.order.program)
+        slots = [slot for slots in self.received for slot in slots.values()]
+        for slot in [*slots, *self.gradients, *self.departures]:
+            with suppress(InvalidStateError):
+                slot.set_exception(_Dropped(why))
+        self.kept.clear()
+        self.token = None
+
+
+class Stage:
+    """One partition, one thread that computes, and methods that other processes call.
+
+    None of these blocks: it would hold a thread of the RPC pool, which the answer it waits for
+    may need.
+
+    Args:
+        index: ``j``.
+        device: where the partition's parameters live and its layers run.
+        threads: of the compute thread's parallel regions.
+    """
+
+    def __init__(self, index: int, device: str, threads: int) -> None:
+        self.index = index
+        self.device = torch.device(device)
+        self.module: nn.Module = Partition()
+        self.events: list[Event] | None = None  # a list while recording
+        self.extras: dict[str, Any] = {}  # optimizers and the like, which belong to other rooms
+        self._mailbox = Mailbox()
+        self._runs: dict[int, _Run] = {}
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(
+            target=_compute, args=(self._jobs, threads), name=f"stage {index}", daemon=True
+        ).start()
+
+    def __del__(self) -> None:
+        self._jobs.put(None)
+
+    # ------------------------------------------------------------- called by other processes
+
+    def connect(
+        self,
+        driver: transport.Remote,
+        sources: dict[Name, transport.Remote],
+        exports: Sequence[Name],
+    ) -> None:
+        """Learn where values come from: ``None`` from the predecessor, skips from their stash."""
+        self._driver, self._sources, self._exports = driver, sources, exports
+
+    def take(self, step: int, i: int, name: Name) -> Future[Any]:
+        """What micro-batch ``i`` hands on under ``name``, as soon as it is computed."""
+        return self._mailbox.take(step, i, name)
+
+    def begin(self, order: Order) -> None:
+        """Ask for all inputs of the mini-batch, ahead of need, and start on its program."""
+        run = self._runs[order.step] = _Run(order, list(self._sources))
+        for i in range(order.m):
+            for name, source in self._sources.items():
+                answer = source.call("take", order.step, i, name)
+                answer.add_done_callback(_forward_to(run.received[i][name]))
+        self._jobs.put(lambda: self._advance(run))
+
+    def announce(self, step: int) -> None:
+        """The backward pass has begun: what can be done before a gradient arrives may be."""
+        run = self._runs.get(step)
+        if run is not None:
+            run.announced = True
+            self._jobs.put(lambda: self._advance(run))
+
+    def drop(self, step: int, why: Failure) -> None:
+        """Forget everything of a step."""
+        run = self._runs.pop(step, None)
+        if run is not None:
+            run.abort(why.message)
+        self._mailbox.drop(step, why)
+        self._jobs.put(self._discard)
+
+    def perform(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Call ``fn(stage, *args)`` on the compute thread, after all it was given before."""
+        future: Future[Any] = Future()
+
+        def job() -> None:
+            try:
+                answer = fn(self, *args)
+            except BaseException as exc:
+                answer = Failure.capture(exc).at(self.index, None, fn.__name__.strip("_"))
+            future.set_result(answer)
+
+        self._jobs.put(job)
+        return future
+
+    # ------------------------------------------------------------------ on the compute thread
+
+    def adopt(self, module: Partition, rng: checkpoint.RngState) -> None:
+        """Become the stage of this partition, whose layers draw from ``rng`` on."""
+        self.module = module.to(self.device)
+        self._rng = rng
+        self._training = module.training
+        self._frozen = batchnorm.FrozenStatistics(module)
+        self._works_in_place: bool | None = None
+
+    @contextmanager
+    def own_rng(self) -> Iterator[None]:
+        """Draw from the stage's own random numbers; the driver may share this process."""
+        theirs = checkpoint.RngState.capture(self.device)
+        self._rng.restore()
+        try:
+            yield
+        finally:
+            self._rng = checkpoint.RngState.capture(self.device)
+            theirs.restore()
+
+    def _advance(self, run: _Run) -> None:
+        """Execute the program up to its end, or to where it waits for the backward pass."""
+        order = run.order
+        modes = torch.inference_mode(order.inference), torch.set_grad_enabled(order.grad)
+        with modes[0], modes[1], self.own_rng():
+            while run.cursor < len(order.program):
+                task = order.program[run.cursor]
+                if task.kind != "F" and not run.announced:
+                    return
+                run.cursor += 1
+                self._execute(run, task)
+        self._runs.pop(order.step, None)
+
+    def _execute(self, run: _Run, task: Task) -> None:
+        kinds = {"F": self._forward, "R": self._recompute, "B": self._backward}
+        # Once a step is dropped its remaining tasks are not executed (see _Run.abort).
+        with suppress(_Dropped):
+            kinds[task.kind](run, task)
+
+    @contextmanager
+    def _timed(self, run: _Run, task: Task) -> Iterator[None]:
+        """Put a task into the record, without the time it waited."""
+        start = time.monotonic()
+        yield
+        if self.events is not None:
+            self.events.append(Event(run.order.step, task, start, time.monotonic()))
+
+    def _forward(self, run: _Run, task: Task) -> None:
+        i = task.i
+        received = {name: slot.result() for name, slot in run.received[i].items()}
+        run.received[i] = {}
+        for value in received.values():
+            if isinstance(value, Failure):
+                return self._fail_forward(run, i, value)
+        try:
+            with self._timed(run, task):
+                handed_on = self._forward_and_keep(run, i, received)
+                if i == run.order.m - 1:
+                    batchnorm.commit(self.module)
+        except BaseException as exc:
+            return self._fail_forward(run, i, Failure.capture(exc).at(self.index, i, "forward"))
+        for name, value in handed_on.items():
+            self._mailbox.put(run.order.step, i, name, value)
+
+    def _forward_and_keep(self, run: _Run, i: int, received: Values) -> Values:
+        order = run.order
+        if order.training != self._training:
+            self.module.train(order.training)
+            self._training = order.training
+        kept = _Kept(self._accept(received), checkpoint.RngState.capture(self.device))
+        with checkpoint.phase(checkpointing=i in run.recomputed):
+            results = self._compute_partition(order, kept, spare=i in run.recomputed)
+        kept.outputs = _tensors(results)
+        sent = _pack(results, order.grad)
+        if order.grad:
+            sent = self._cross(run, i, received, kept.outputs, sent)
+            if i in run.recomputed:
+                kept.outputs = None  # and with them the graph
+            run.kept[i] = kept
+        return sent
+
+    def _accept(self, received: Values) -> Values:
+        """What was received, as leaves of a graph of this stage's own, on its device."""
+
+        def leaf(tensor: Tensor) -> Tensor:
+            local = tensor.detach().to(self.device, non_blocking=True)
+            return local.requires_grad_(tensor.requires_grad)
+
+        return pytree.tree_map_only(Tensor, leaf, received)  # type: ignore[no-any-return]
+
+    def _compute_partition(self, order: Order, kept: _Kept, *, spare: bool) -> Values:
+        """Run the layers; with ``spare``, what was given stays as it is for another time.
+
+        Layers may work in place on what they are given: they get an alias and not the leaf.
+        Whether they do shows the first time, which therefore works on copies.
+        """
+        copy = spare and self._works_in_place is not False
+        given = pytree.tree_map_only(Tensor, boundary.copy if copy else boundary.alias, kept.given)
+        versions = [t._version for t in _tensors(given)] if not order.inference else []
+        parcel = given.pop(None)
+        store = SkipStore(given)
+        with order.autocast.enter(), use_store(store):
+            value = self.module(*parcel.args, **parcel.kwargs)
+        results = {**{name: store.take(name) for name in self._exports}, None: value}
+        store.require_empty()
+        if copy and not order.inference:
+            after = [t._version for t in _tensors([parcel, given])]
+            self._works_in_place = bool(self._works_in_place) or versions != after
+        return results
+
+    def _cross(
+        self, run: _Run, i: int, received: Values, outputs: list[Tensor], sent: Values
+    ) -> Values:
+        """Put the stage's boundary between what was received and what is sent."""
+        assert run.token is not None
+        entering = boundary.received(_tensors(received))
+        entering += self.trainable() if run.order.collect else []
+        run.token = boundary.enter(run, i, run.token, entering)
+        leaves, spec = pytree.tree_flatten(sent)
+        differentiable = [out.requires_grad for out in outputs] + [True]  # the tail, if any
+        where = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        leaving = [leaves[k] for k in where]
+        crossed = boundary.leave(run, i, run.token, leaving, differentiable[: len(leaving)])
+        for k, tensor in zip(where, crossed, strict=True):
+            leaves[k] = tensor
+        return pytree.tree_unflatten(leaves, spec)  # type: ignore[no-any-return]
+
+    def trainable(self) -> list[Tensor]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
+    def _fail_forward(self, run: _Run, i: int, failure: Failure) -> None:
+        """Answer this micro-batch and those after it by the failure, and give the step up."""
+        run.abort(failure.message)
+        for k in range(i, run.order.m):
+            for name in (None, *self._exports):
+                self._mailbox.put(run.order.step, k, name, failure)
+        self._discard()
+
+    def _discard(self) -> None:
+        batchnorm.discard(self.module)
+
+    def _recompute(self, run: _Run, task: Task) -> None:
+        kept = run.kept[task.i]
+        try:
+            now = checkpoint.RngState.capture(self.device)
+            kept.rng.restore()
+            with self._timed(run, task), self._frozen, checkpoint.phase(recomputing=True):
+                kept.outputs = _tensors(self._compute_partition(run.order, kept, spare=False))
+            now.restore()
+        except BaseException as exc:
+            self._fail_backward(run, task.i, "recompute", exc)
+
+    def _backward(self, run: _Run, task: Task) -> None:
+        i = task.i
+        gradients = run.gradients[i].result()
+        kept = run.kept.pop(i)
+        try:
+            with self._timed(run, task):
+                departing = self._gradients(run.order, kept, gradients)
+        except BaseException as exc:
+            return self._fail_backward(run, i, "backward", exc)
+        _settle(run.departures[i], departing)
+
+    def _gradients(
+        self, order: Order, kept: _Kept, gradients: boundary.Gradients
+    ) -> list[Tensor | None]:
+        """The local backward pass; returns the gradients of what the boundary was entered with."""
+        assert kept.outputs is not None
+        ends = [
+            (output, gradient.to(self.device))
+            for output, gradient in zip(kept.outputs, gradients, strict=False)  # a tail has none
+            if output.requires_grad and gradient is not None
+        ]
+        outputs, seeds = [end[0] for end in ends], [end[1] for end in ends]
+        inputs = kept.inputs()
+        wanted = [*inputs, *(self.trainable() if order.collect else [])]
+        if not ends:
+            return [None] * len(wanted)
+        if order.collect:
+            found = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        else:
+            torch.autograd.backward(outputs, seeds)
+            found = tuple(leaf.grad for leaf in inputs)
+        return [None if g is None else _sendable(g) for g in found]
+
+    def _fail_backward(self, run: _Run, i: int, phase: str, exc: BaseException) -> None:
+        """Tell the driver, then give the step up: the driver must know before the engine does."""
+        failure = Failure.capture(exc).at(self.index, i, phase)
+        with suppress(StageLost):
+            transport.wait(self._driver.call("report", run.order.step, failure), "the driver")
+        run.abort(failure.message)
+
+
+def _compute(jobs: queue.SimpleQueue[Callable[[], None] | None], threads: int) -> None:
+    torch.set_num_threads(threads)
+    while job := jobs.get():
+        job()
+        del job  # a job holds its stage, which must be free to go while none is left
+
+
+def _settle(slot: Slot[Any], value: Any) -> None:
+    with suppress(InvalidStateError):  # aborted meanwhile
+        slot.set_result(value)
+
+
+def _forward_to(slot: Slot[Any]) -> Callable[[Future[Any]], None]:
+    def forward(answer: Future[Any]) -> None:
+        try:
+            value = answer.value()
+        except RuntimeError as exc:
+            value = Failure.capture(exc)
+        _settle(slot, value)
+
+    return forward
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _pack(results: Values, grad: bool) -> Values:
+    """Results as they are sent: the stage's value as the arguments of the next one."""
+    sent = pytree.tree_map_only(Tensor, _sendable, results)
+    value = sent.pop(None)
+    bare = grad and not any(t.requires_grad for t in _tensors(results[None]))
+    # Skips first: the tail is then the last tensor of all.
+    return {**sent, None: Parcel((value,), {}, torch.zeros(0) if bare else None)}
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """The same values in host memory that nothing else changes, and not more than needed.
+
+    A send reads the whole storage, while it is under way.
+    """
+    if tensor.layout != torch.strided:
+        raise TypeError(
+            "what passes between stages must be a dense tensor; "
+            f"got layout {tensor.layout}: convert it by to_dense()"
+        )
+    tensor = tensor.detach().to("cpu")
+    if tensor.untyped_storage().nbytes() > tensor.nbytes:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor

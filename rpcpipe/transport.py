@@ -1,0 +1,397 @@
+"""Transport: the one door to torch.distributed.rpc and to distributed autograd.
+
+Everything torch keeps private or in maintenance mode is named here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import uuid
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch import Tensor
+from torch.futures import Future
+
+from rpcpipe.errors import Failure, StageLost
+
+__all__ = [
+    "Remote",
+    "Tape",
+    "backward",
+    "completed",
+    "create",
+    "current_tape",
+    "debug_info",
+    "dismiss",
+    "declare_lost",
+    "join",
+    "later",
+    "leave",
+    "loopback",
+    "prioritize",
+    "publish",
+    "reference",
+    "serve",
+    "wait",
+]
+
+T = TypeVar("T")
+
+LEAVE_TIMEOUT = 5.0  # seconds
+
+_SCHEME = "rpcpipe"
+_FIRST = 2**62  # a sequence number no forward operation reaches
+
+_objects: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_store: dist.Store | None = None
+_dismissed = threading.Event()
+_remotes: weakref.WeakSet[Remote] = weakref.WeakSet()
+_chores: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+
+
+class _Loss:
+    """The first process this world lost, and everybody who has to hear of it."""
+
+    def __init__(self) -> None:
+        self.known = threading.Event()
+        self.reason: str | None = None
+        self.lock = threading.Lock()
+        self.waiting: set[threading.Event] = set()
+
+
+_loss = _Loss()
+
+
+def _rendezvous(url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[Any]:
+    yield _store, rank, world_size
+
+
+dist.register_rendezvous_handler(_SCHEME, _rendezvous)
+
+
+def join(name: str, rank: int, world_size: int, store: dist.Store) -> None:
+    """Enter the RPC world of one pipeline; returns when all its processes have.
+
+    Args:
+        name: unique over all worlds a process of this one was ever part of.
+        store: used by this world alone (a ``PrefixStore``).
+
+    Raises:
+        RuntimeError: this process is in an RPC world already.
+    """
+    global _store
+    if rpc._is_current_rpc_agent_set():
+        raise RuntimeError(
+            "this process is in an RPC world already (torch.distributed.rpc.init_rpc was called, "
+            "or run() inside of run()); a process can be in one at a time: shut that down first"
+        )
+    _store = store
+    # Keys in the store are prefixed by a counter of the process; a process that joins its second
+    # world would wait for ever for peers that join their first. The store is ours alone.
+    rpc._init_counter = 0
+    try:
+        with warnings.catch_warnings():
+            # torch 2.13 warns of its own call: pytorch issue 149393
+            warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+            rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=_options())
+    finally:
+        _store = None
+    global _loss
+    _loss = _Loss()
+    _dismissed.clear()
+    threading.Thread(target=_do_chores, name="rpcpipe chores", daemon=True).start()
+    # The timeout would bound a whole backward pass, however long the stages compute. Given to
+    # init_rpc, 0 would time out at once.
+    rpc._set_rpc_timeout(0)
+
+
+def _options() -> rpc.TensorPipeRpcBackendOptions:
+    common: dict[str, Any] = {"init_method": f"{_SCHEME}://", "num_worker_threads": 16}
+    try:
+        # The default transport (shared memory) polls: up to a core for every idle process.
+        return rpc.TensorPipeRpcBackendOptions(
+            _transports=["uv"], _channels=["cma", "basic"], **common
+        )
+    except TypeError:
+        return rpc.TensorPipeRpcBackendOptions(**common)
+
+
+def leave(*, together: bool) -> None:
+    """Leave the RPC world.
+
+    Args:
+        together: all processes of the world are leaving, and none is lost: wait until everybody
+            is about to close its connections, so that nobody reports a broken one.
+    """
+    if not rpc._is_current_rpc_agent_set():
+        return
+    _chores.put(None)
+    for remote in list(_remotes):
+        remote._rref = None
+    if together:
+        agent = rpc._get_current_rpc_agent()
+        joining = threading.Thread(target=agent.join, args=(True,), daemon=True)
+        joining.start()
+        joining.join(LEAVE_TIMEOUT)
+    rpc.shutdown(graceful=False)
+
+
+def dismiss(workers: Sequence[str]) -> None:
+    """Let `serve` return in other processes of this world."""
+    for worker in workers:
+        wait(rpc.rpc_async(worker, _dismiss), f"{worker} to leave")
+
+
+def _dismiss() -> None:
+    _dismissed.set()
+
+
+def serve(orphaned: Callable[[], bool]) -> bool:
+    """Stay while other threads do the work; returns whether this process was dismissed."""
+    while not orphaned():
+        if _dismissed.wait(0.5):
+            return True
+    return False
+
+
+def later(chore: Callable[[], Any]) -> None:
+    """Call ``chore`` soon on a thread of its own. Unlike a remote call, safe in a finalizer."""
+    _chores.put(chore)
+
+
+def _do_chores() -> None:
+    while chore := _chores.get():
+        with contextlib.suppress(RuntimeError):  # the world may have ended before
+            chore()
+        del chore
+
+
+@contextmanager
+def loopback() -> Iterator[None]:
+    """Listen on the loopback interface alone while this is entered."""
+    names = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "lo"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+# --------------------------------------------------------------------------------------- calls
+
+
+class Remote:
+    """An object in a process of this world: an RRef, which keeps it alive, and its key.
+
+    A call goes to the RRef's owner and names the object by the key. ``rref.rpc_async()`` sends
+    the RRef itself with each call, and its owner confirms the fork by a message of its own: twice
+    the messages for one micro-batch hop.
+    """
+
+    def __init__(self, rref: Any, key: str) -> None:
+        self._rref = rref
+        self._key = key
+        _remotes.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _remotes.add(self)
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        """Call a method there without waiting; the answer is its value or a `Failure`.
+
+        A method that returns a ``Future`` is answered when that completes.
+        """
+        if self._rref is None:
+            raise RuntimeError("the world this pipe was made in is over: run() has returned")
+        return rpc.rpc_async(self._rref.owner(), _dispatch, args=(self._key, method, args))
+
+    def __repr__(self) -> str:
+        return f"Remote({self._rref.owner_name()}, {self._key})"
+
+
+@rpc.functions.async_execution
+def _dispatch(key: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
+    try:
+        answer = getattr(_objects[key], method)(*args)
+    except BaseException as exc:
+        answer = Failure.capture(exc)
+    return answer if isinstance(answer, torch._C.Future) else completed(answer)
+
+
+def completed(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def create(worker: str, cls: Callable[..., Any], *args: Any) -> Remote:
+    """Construct ``cls(*args)`` on ``worker``; it lives until the last `Remote` of it is gone."""
+    key = uuid.uuid4().hex
+    rref = rpc.remote(worker, _construct, args=(key, cls, args))
+    wait(rref._get_future(), f"{worker} to construct {cls.__name__}")
+    return Remote(rref, key)
+
+
+def _construct(key: str, cls: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    _objects[key] = made = cls(*args)
+    return made
+
+
+def publish(obj: Any) -> Remote:
+    """Make a local object callable from other processes, while the `Remote` lives."""
+    key = uuid.uuid4().hex
+    _objects[key] = obj
+    return Remote(rpc.RRef(obj), key)
+
+
+def reference(value: Any) -> Any:
+    """An RRef of a local object."""
+    return rpc.RRef(value)
+
+
+def wait(future: Future[Any], what: str) -> Any:
+    """Wait for an answer in a way Ctrl-C can interrupt, and return it, a `Failure` too.
+
+    Raises:
+        StageLost: a process of this world is gone.
+    """
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    _wait(done, what)
+    try:
+        return future.value()
+    except RuntimeError as exc:
+        # Torn connections are noticed here first; whoever watches the process knows its name.
+        if _loss.known.wait(1.0):
+            raise StageLost(f"{_loss.reason}, while waiting for {what}") from exc
+        raise StageLost(f"while waiting for {what}: {exc}") from exc
+
+
+def _wait(done: threading.Event, what: str) -> None:
+    with _loss.lock:
+        _loss.waiting.add(done)
+        if _loss.reason is not None:
+            done.set()
+    loss, completed = _loss, False
+    try:
+        completed = done.wait()
+    finally:
+        with loss.lock:
+            loss.waiting.discard(done)
+            lost = loss.reason
+    if completed and lost is not None:
+        raise StageLost(f"{lost}, while waiting for {what}")
+
+
+def declare_lost(reason: str) -> None:
+    """Let every wait of this process raise `StageLost`, now and from now on."""
+    with _loss.lock:
+        if _loss.reason is None:
+            _loss.reason = reason
+            _loss.known.set()
+        for done in _loss.waiting:
+            done.set()
+
+
+# ----------------------------------------------------------------------------------- autograd
+
+
+class Tape:
+    """A distributed autograd context on a thread of its own.
+
+    torch ties a context to the thread that opened it until it is released; a thread for each
+    lets several mini-batches be alive, and lets a backward pass be started from inside another.
+    The context is released when the tape is closed or forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.context_id: int = -1
+        threading.Thread(target=_hold_context, args=(self._jobs,), daemon=True).start()
+        self.context_id = self.run(current_tape)
+
+    def run(self, fn: Callable[..., T], *args: Any) -> T:
+        """Call ``fn(*args)`` with the context current; return or raise what it does."""
+        done = threading.Event()
+        outcome: list[Any] = []
+
+        def job() -> None:
+            try:
+                outcome.extend((fn(*args), None))
+            except BaseException as exc:
+                outcome.extend((None, exc))
+            done.set()
+
+        self._jobs.put(job)
+        _wait(done, "the stages")
+        value, error = outcome
+        if error is not None:
+            raise error
+        return value  # type: ignore[no-any-return]
+
+    def backward(self, roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """Run the distributed backward pass; return the gradients of ``leaves``."""
+        return self.run(_backward, self.context_id, roots, leaves)
+
+    def close(self) -> None:
+        """Release the context on all processes. May be called at any time, from any thread."""
+        self._jobs.put(None)  # reentrant: also safe in a finalizer
+
+    __del__ = close
+
+
+def _hold_context(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    with dist_autograd.context():
+        while job := jobs.get():
+            job()
+            del job
+
+
+def _backward(
+    context_id: int, roots: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> list[Tensor | None]:
+    dist_autograd.backward(context_id, roots)
+    gradients = dist_autograd.get_gradients(context_id)
+    return [gradients.get(leaf) for leaf in leaves]
+
+
+def current_tape() -> int | None:
+    """The id of the distributed autograd context this thread is in, if any."""
+    try:
+        return int(dist_autograd._current_context()._context_id())
+    except RuntimeError:
+        return None
+
+
+def prioritize(received: Sequence[Tensor]) -> None:
+    """Let the gradients of tensors received in this context leave before anything else runs.
+
+    The engine runs what was created last first, and the function that sends a gradient was
+    created when its tensor arrived.
+    """
+    for tensor in received:
+        assert tensor.grad_fn is not None
+        tensor.grad_fn._set_sequence_nr(_FIRST)  # type: ignore[attr-defined]
+
+
+def debug_info() -> dict[str, int]:
+    """What distributed autograd and the RRef context hold in this process."""
+    found = {**dist_autograd._get_debug_info(), **rpc._rref_context_get_debug_info()}
+    return {name: int(value) for name, value in found.items()}

@@ -1,0 +1,159 @@
+"""World: who the processes of a job are, and which of them this one is."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Layout", "Process", "World"]
+
+DRIVERS = ("auto", "shared", "dedicated")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rank does what: pipelines are contiguous, the driver comes first in each.
+
+    With ``dedicated`` the driver has a process of its own; otherwise it shares the first stage's.
+    """
+
+    stages: int
+    replicas: int
+    dedicated: bool
+
+    @property
+    def ranks_per_pipeline(self) -> int:
+        return self.stages + self.dedicated
+
+    @property
+    def world_size(self) -> int:
+        return self.replicas * self.ranks_per_pipeline
+
+    def replica(self, rank: int) -> int:
+        return rank // self.ranks_per_pipeline
+
+    def stage(self, rank: int) -> int | None:
+        """The stage that ``rank`` computes, ``None`` for a dedicated driver."""
+        j = rank % self.ranks_per_pipeline - self.dedicated
+        return None if j < 0 else j
+
+    def is_driver(self, rank: int) -> bool:
+        return rank % self.ranks_per_pipeline == 0
+
+    @staticmethod
+    def of(world_size: int, stages: int | None, replicas: int, driver: str) -> Layout:
+        """The layout a launcher's number of processes allows.
+
+        Raises:
+            ValueError: it allows none.
+        """
+        if stages is None:
+            per_pipeline = world_size // replicas
+            stages = max(1, per_pipeline - (driver == "dedicated"))
+        for dedicated in (False, True):
+            layout = Layout(stages, replicas, dedicated)
+            wanted = driver in ("auto", "dedicated" if dedicated else "shared")
+            if wanted and layout.world_size == world_size:
+                return layout
+        raise ValueError(
+            f"{stages} stages and {replicas} replicas take {replicas * stages} processes (drivers "
+            f"share the first stage's) or {replicas * (stages + 1)} (drivers have their own); the "
+            f"launcher started {world_size} and driver={driver!r}: change its number of processes, "
+            "stages= or driver="
+        )
+
+
+def check_counts(stages: int | None, replicas: int, driver: str) -> None:
+    """Raise ``ValueError`` for what ``run`` cannot be asked for."""
+    for name, value in (("stages", stages), ("replicas", replicas)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ValueError(f"{name}= is a whole number, got {value!r}")
+        if value is not None and value < 1:
+            raise ValueError(f"{name}= is at least 1, got {value}")
+    if driver not in DRIVERS:
+        raise ValueError(f"driver= is one of {', '.join(DRIVERS)}; got {driver!r}")
+
+
+@dataclass(frozen=True)
+class Process:
+    """What a process tells the others about itself."""
+
+    rank: int
+    host: str
+    pid: int
+    device: str  # where its stage computes
+    threads: int  # of its stage's parallel regions
+
+    @staticmethod
+    def here(rank: int, local_rank: int, local_stages: int) -> Process:
+        """This process, one of ``local_stages`` stages that share this host's devices."""
+        cores = len(os.sched_getaffinity(0))
+        gpus = torch.cuda.device_count()
+        device = f"cuda:{local_rank % gpus}" if gpus else "cpu"
+        threads = max(1, cores // local_stages)
+        return Process(rank, socket.gethostname(), os.getpid(), device, threads)
+
+    def tell(self, store: dist.Store) -> None:
+        store.set(f"process/{self.rank}", json.dumps(asdict(self)))
+
+    @staticmethod
+    def hear(store: dist.Store, rank: int) -> Process:
+        """Wait for the process of this rank to tell."""
+        return Process(**json.loads(store.get(f"process/{rank}")))
+
+
+class World:
+    """The processes of one pipeline, as its driver sees them.
+
+    Attributes:
+        stages: number of stages ``n``.
+        replicas: number of pipelines that train the same model on different data.
+        replica: index of this pipeline.
+        is_driver: whether this process runs the training loop. Always true for a world that
+            ``run`` hands to its function.
+    """
+
+    def __init__(self, layout: Layout, rank: int, job: str, processes: Mapping[int, Process]):
+        self.stages = layout.stages
+        self.replicas = layout.replicas
+        self.replica = layout.replica(rank)
+        self.is_driver = layout.is_driver(rank)
+        self._job = job
+        first = self.replica * layout.ranks_per_pipeline + layout.dedicated
+        self._stage_processes = [processes[first + j] for j in range(self.stages)]
+        self._driver = processes[self.replica * layout.ranks_per_pipeline]
+
+    def device(self, j: int) -> torch.device:
+        """The device stage ``j`` computes on, as its own process names it."""
+        return torch.device(self.process(j).device)
+
+    def process(self, j: int) -> Process:
+        """The process of stage ``j``."""
+        if not 0 <= j < self.stages:
+            raise IndexError(f"stages are numbered 0 to {self.stages - 1}, got {j}")
+        return self._stage_processes[j]
+
+    def worker(self, j: int) -> str:
+        """The name of stage ``j``'s process in the RPC world."""
+        return worker_name(self._job, self.process(j).rank)
+
+    def hosts(self) -> dict[str, list[str]]:
+        """What runs on each host: ``{"host-a": ["driver", "stage 0 (cpu)"], ...}``."""
+        found: dict[str, list[str]] = {self._driver.host: ["driver"]}
+        for j, process in enumerate(self._stage_processes):
+            found.setdefault(process.host, []).append(f"stage {j} ({process.device})")
+        return found
+
+    def __repr__(self) -> str:
+        where = "; ".join(f"{host}: {', '.join(roles)}" for host, roles in self.hosts().items())
+        return f"World(stages={self.stages}, replica={self.replica}/{self.replicas}, {where})"
+
+
+def worker_name(job: str, rank: int) -> str:
+    return f"{job}-{rank}"
