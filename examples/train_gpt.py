@@ -91,7 +91,9 @@ def train(world: rpcpipe.World, args: argparse.Namespace) -> None:
     held_out, text = text[:100_000], text[100_000:]
     blocks, shape = max(6, world.stages), (args.batch, args.context)
     model, balance = gpt(len(alphabet), args.context, blocks), split(blocks, world.stages)
-    pipe = rpcpipe.Pipe(model, world, balance=balance, chunks=args.chunks, checkpoint=args.checkpoint)
+    pipe = rpcpipe.Pipe(
+        model, world, balance=balance, chunks=args.chunks, checkpoint=args.checkpoint
+    )
     opt = pipe.optimizer(torch.optim.AdamW, lr=3e-3)
 
     losses, start = [], time.perf_counter()

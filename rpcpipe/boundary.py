@@ -70,14 +70,14 @@ def enter(run: Arrivals, i: int, token: Tensor, entering: Sequence[Tensor]) -> T
         entering: tensors that require grad: received ones, and parameters whose gradients
             distributed autograd shall collect.
     """
-    return _Depart.apply(run, i, token, *entering)  # type: ignore[no-any-return]
+    return _Depart.apply(run, i, token, *entering)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def leave(
     run: Arrivals, i: int, token: Tensor, outputs: Sequence[Tensor], differentiable: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """Put an ``Arrive`` behind the outputs of micro-batch ``i``; return them, ready to be sent."""
-    return _Arrive.apply(run, i, tuple(differentiable), token, *outputs)  # type: ignore[no-any-return]
+    return _Arrive.apply(run, i, tuple(differentiable), token, *outputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Depart(torch.autograd.Function):
@@ -133,7 +133,7 @@ def tie(
         differentiable: for each result, whether a gradient can reach it.
         ends: tensors that require grad.
     """
-    return _Tie.apply(compute, spread, tuple(differentiable), *ends)  # type: ignore[no-any-return]
+    return _Tie.apply(compute, spread, tuple(differentiable), *ends)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Tie(torch.autograd.Function):
@@ -185,7 +185,9 @@ class _Alias(torch.autograd.Function):
 
 def alias(leaf: Tensor) -> Tensor:
     """The same memory, not as a leaf, so that a layer may work on it in place."""
-    return _Alias.apply(leaf) if leaf.requires_grad else leaf  # type: ignore[no-any-return]
+    if not leaf.requires_grad:
+        return leaf
+    return _Alias.apply(leaf)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def copy(leaf: Tensor) -> Tensor:

@@ -4,48 +4,65 @@ from __future__ import annotations
 
 import io
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rpcpipe import checkpoint
+from rpcpipe.batchnorm import convert_deferred_batch_norm
 from rpcpipe.stage import Partition, Stage
 
-__all__ = ["build", "materialize"]
+__all__ = ["Part", "build", "materialize"]
 
 
-def build(stage: Stage, blob: Tensor, first: int, seed: int) -> None:
-    """Load the pickled layers, materialise those on ``meta``, and have the stage adopt them.
+@dataclass(frozen=True)
+class Part:
+    """What a stage is built from.
 
-    Args:
-        blob: pickle of ``{name: layer}``, uint8, shape ``(bytes,)``.
+    Attributes:
+        blob: pickle of ``{name: layer}``.
         first: index of the first of the layers in the whole model.
-        seed: of the whole model; layers and stages derive theirs from it.
+        initial_seed: of the whole model; layers and stages derive theirs from it.
+        seed: of what layers draw while they run, see `Partition`.
+        deferred: whether batch norm counts mini-batches and not micro-batches.
     """
-    part: dict[str, nn.Module] = torch.load(
-        io.BytesIO(blob.numpy().data), map_location=None, weights_only=False
-    )
+
+    blob: bytes
+    first: int
+    initial_seed: int
+    seed: int | None
+    deferred: bool
+
+
+def build(stage: Stage, part: Part) -> None:
+    """Load the pickled layers, materialise those on ``meta``, and have the stage adopt them."""
+    layers: dict[str, nn.Module] = torch.load(io.BytesIO(part.blob), weights_only=False)
     before = checkpoint.RngState.capture(stage.device)
-    for k, (name, layer) in enumerate(part.items()):
-        torch.manual_seed(_derive(seed, first + k))
-        materialize(layer, name, stage.device)
-    torch.manual_seed(_derive(seed, -1 - stage.index))
+    shared: dict[int, Tensor] = {}
+    for k, (name, layer) in enumerate(layers.items(), part.first):
+        torch.manual_seed(checkpoint.derive(part.initial_seed, 0, k))
+        materialize(layer, name, stage.device, shared)
+    torch.manual_seed(checkpoint.derive(part.initial_seed, 1, stage.index))
     own = checkpoint.RngState.capture(stage.device)
     before.restore()
-    training = any(layer.training for layer in part.values())
-    partition = Partition(OrderedDict(part))
-    partition.training = training
+    partition = Partition(OrderedDict(layers))
+    partition.first, partition.seed = part.first, part.seed
+    partition.training = any(layer.training for layer in layers.values())
+    if part.deferred:
+        convert_deferred_batch_norm(partition)
     stage.adopt(partition, own)
 
 
-def _derive(seed: int, k: int) -> int:
-    """Another seed for each ``k``, far from those of other seeds."""
-    return (seed * 0x9E3779B97F4A7C15 + k * 0xBF58476D1CE4E5B9 + 1) % 2**63
-
-
-def materialize(layer: nn.Module, name: str, device: torch.device) -> None:
+def materialize(
+    layer: nn.Module, name: str, device: torch.device, shared: dict[int, Tensor] | None = None
+) -> None:
     """Give memory to what ``layer`` holds on ``meta``, and values by ``reset_parameters``.
+
+    Args:
+        name: of the layer in the whole model.
+        shared: what parameters became that layers before may share with this one; added to.
 
     Raises:
         TypeError: a parameter or buffer has got no value that way.
@@ -54,13 +71,24 @@ def materialize(layer: nn.Module, name: str, device: torch.device) -> None:
     for path, module in reversed(list(layer.named_modules(prefix=name))):
         held = {**module._parameters, **module._buffers}
         if any(t is not None and t.is_meta for t in held.values()):
-            module.to_empty(device=device, recurse=False)
+            _give_memory(module, device, {} if shared is None else shared)
             for tensor in _held(module).values():
                 _mark(tensor)
             reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
             if reset is not None:
                 reset()
             _require_values(path, module)
+
+
+def _give_memory(module: nn.Module, device: torch.device, shared: dict[int, Tensor]) -> None:
+    """As ``Module.to_empty``, which would untie parameters."""
+    before = dict(module._parameters)
+    module.to_empty(device=device, recurse=False)
+    for name, old in before.items():
+        if old is not None and old.is_meta:
+            new = shared.setdefault(id(old), module._parameters[name])  # type: ignore[arg-type]
+            module._parameters[name] = new  # type: ignore[assignment]
+            shared[-id(old)] = old  # alive, or its id would be given to another
 
 
 def _held(module: nn.Module) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["AutocastState", "RngState", "is_checkpointing", "is_recomputing", "phase"]
+__all__ = ["AutocastState", "RngState", "derive", "is_checkpointing", "is_recomputing", "phase"]
 
 
 class _Phase(threading.local):
@@ -64,6 +64,17 @@ class RngState:
         torch.set_rng_state(self.cpu)
         if self.accelerator is not None:
             torch.cuda.set_rng_state(self.accelerator, self.device)
+
+
+def derive(seed: int, *numbers: int) -> int:
+    """Another seed for each sequence of numbers; 64-bit mixing after SplitMix64."""
+    state = seed % 2**64
+    for number in numbers:
+        state = (state + (number + 1) * 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return state % 2**63
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class StageError(RuntimeError):
     Attributes:
         stage: index ``j`` of the stage.
         microbatch: index ``i`` of the micro-batch, ``None`` outside of a step.
-        phase: ``"forward"``, ``"recompute"``, ``"backward"``, or what else the stage was told to do.
+        phase: ``"forward"``, ``"recompute"``, ``"backward"``, or what else the stage was to do.
         host: name of the host the stage runs on.
         remote_traceback: the traceback as text, as it would have been printed there.
     """

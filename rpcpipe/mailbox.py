@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +13,11 @@ from torch.utils import _pytree as pytree
 
 from rpcpipe import transport
 from rpcpipe.errors import Failure
+from rpcpipe.skip.namespace import Key
 
 __all__ = ["Mailbox", "Name", "Parcel"]
 
-Name = Hashable  # of what a micro-batch hands on: None for the parcel, or the key of a skip
+Name = Key | None  # of what a micro-batch hands on: None for the parcel, or the key of a skip
 
 
 @dataclass(frozen=True)

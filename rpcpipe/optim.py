@@ -89,8 +89,9 @@ def _make(stage: Stage, key: str, cls: Callable[..., Any], kwargs: Group) -> Non
 
 
 def _square_sum(stage: Stage) -> float:
-    gradients = [p.grad for p in stage.module.parameters() if p.grad is not None]
-    return sum(float(g.double().pow(2).sum()) for g in gradients)
+    elsewhere = stage.ties.counted_elsewhere()
+    gradients = [p.grad for name, p in stage.module.named_parameters() if name not in elsewhere]
+    return sum(float(g.double().pow(2).sum()) for g in gradients if g is not None)
 
 
 def _step(stage: Stage, key: str, group: Group, scale: float) -> None:

@@ -18,11 +18,12 @@ from torch.futures import Future
 from torch.utils import _pytree as pytree
 
 from rpcpipe import balance as balances
-from rpcpipe import boundary, microbatch, schedule, transport
-from rpcpipe.build import build
+from rpcpipe import boundary, microbatch, schedule, tied, transport
+from rpcpipe.batchnorm import has_batch_norm
+from rpcpipe.build import Part, build
 from rpcpipe.checkpoint import AutocastState
 from rpcpipe.errors import Failure
-from rpcpipe.mailbox import Mailbox, Parcel
+from rpcpipe.mailbox import Mailbox, Name, Parcel
 from rpcpipe.optim import PipeOptimizer
 from rpcpipe.skip.layout import SkipLayout
 from rpcpipe.stage import Order, Stage
@@ -76,6 +77,13 @@ class Pipe(nn.Module):
         checkpoint: ``"always"``, ``"except_last"`` (the last micro-batch keeps its activations) or
             ``"never"``: which micro-batches keep only what their stage was given, and are
             computed a second time for the backward pass.
+        deferred_batch_norm: update running statistics of batch norm as the undivided mini-batch
+            would, and once.
+        seed: makes what layers draw (dropout masks) depend on this, the number of the call, the
+            micro-batch and the layer, and not on how the layers are divided. Without it each
+            stage draws from a stream of its own.
+        sample: a micro-batch by which to measure the balance, if none is given: what the first
+            layer takes.
         devices: where each stage computes; by default ``world.device(j)``.
 
     Raises:
@@ -83,6 +91,8 @@ class Pipe(nn.Module):
         BalanceError: ``balance`` does not fit.
         ValueError: ``chunks``, ``checkpoint`` or ``devices`` is not as described.
     """
+
+    _stage_class = Stage  # an experiment may put a subclass here
 
     def __init__(
         self,
@@ -92,6 +102,9 @@ class Pipe(nn.Module):
         balance: Sequence[int] | None = None,
         chunks: int = 1,
         checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+        seed: int | None = None,
+        sample: Any = None,
         devices: Sequence[torch.device | str] | None = None,
     ) -> None:
         super().__init__()
@@ -101,8 +114,15 @@ class Pipe(nn.Module):
         schedule.checkpointed(1, checkpoint)
         if devices is not None and len(devices) != world.stages:
             raise ValueError(f"devices= names one for each of {world.stages} stages: {devices}")
+        if balance is None and sample is not None:
+            balance = balances.by_time(world.stages, module, sample)
         balances.validate(balance, len(module), world.stages)
         self.balance = list(balance or [])
+        if checkpoint != "never" and not deferred_batch_norm and has_batch_norm(module):
+            logger.warning(
+                "running statistics of batch norm are updated once per micro-batch; "
+                "deferred_batch_norm=True updates them as the undivided mini-batch would"
+            )
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.training = module.training
@@ -116,12 +136,22 @@ class Pipe(nn.Module):
         parts = _partition(module, self.balance)
         blobs = [_serialize(part) for part in parts]
         skips = SkipLayout([list(part.values()) for part in parts])
+        self._ties = tied.find(parts)
         self._stages = [
-            transport.create(world.worker(j), Stage, j, device, world.process(j).threads)
+            transport.create(
+                world.worker(j), self._stage_class, j, device, world.process(j).threads
+            )
             for j, device in enumerate(self._devices)
         ]
         self._connect(skips)
-        self._build(blobs, torch.initial_seed())
+        firsts = itertools.accumulate(self.balance, initial=0)
+        start = torch.initial_seed()
+        self._build(
+            [
+                Part(blob, first, start, seed, deferred_batch_norm)
+                for blob, first in zip(blobs, firsts, strict=False)
+            ]
+        )
 
     # ---------------------------------------------------------------------------- construction
 
@@ -129,18 +159,28 @@ class Pipe(nn.Module):
         answers = []
         for j, stage in enumerate(self._stages):
             previous = self._stages[j - 1] if j else self._remote_port
-            sources = {None: previous, **{key: self._stages[k] for key, k in skips.imports(j)}}
+            sources: dict[Name, transport.Remote] = {None: previous}
+            sources.update({key: self._stages[k] for key, k in skips.imports(j)})
             exports = [key for key, _ in skips.exports(j)]
-            answers.append(stage.call("connect", self._remote_port, sources, exports))
+            ties = tied.Ties(j, self._ties, self._stages)
+            answers.append(stage.call("connect", self._remote_port, sources, exports, ties))
         self._collect(answers, "connect the stages")
 
-    def _build(self, blobs: Sequence[Tensor], seed: int) -> None:
-        firsts = itertools.accumulate(self.balance, initial=0)
+    def _build(self, parts: Sequence[Part]) -> None:
         answers = [
-            stage.call("perform", build, blob, first, seed)
-            for stage, blob, first in zip(self._stages, blobs, firsts, strict=False)
+            stage.call("perform", build, part)
+            for stage, part in zip(self._stages, parts, strict=True)
         ]
         self._collect(answers, "build the stages")
+        for tie in self._ties:  # made of meta, each copy was initialised by another layer
+            others = {j: name for j, name in tie.names.items() if j != tie.owner}
+            owner = self._stages[tie.owner].call("perform", _parameter, tie.names[tie.owner])
+            (value,) = self._collect([owner], "give a tied parameter")
+            answers = [
+                self._stages[j].call("perform", _set_parameter, name, value)
+                for j, name in others.items()
+            ]
+            self._collect(answers, "set a tied parameter")
 
     # ------------------------------------------------------------------------ calls to stages
 
@@ -157,6 +197,10 @@ class Pipe(nn.Module):
     def _everywhere(self, what: str, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``fn(stage, *args)`` on the compute thread of every stage."""
         return self._collect([s.call("perform", fn, *args) for s in self._stages], what)
+
+    def _sum_tied(self, step: int) -> None:
+        if self._ties:
+            self._everywhere("add up tied gradients", _exchange_ties, step)
 
     # ------------------------------------------------------------------------------- training
 
@@ -182,6 +226,12 @@ class Pipe(nn.Module):
         if not order.grad:
             step = _Step(self, order, batches, None)
             return microbatch.gather(step.forward())
+        if order.collect and self._ties:
+            raise ValueError(
+                "parameters tied across stages have no place in a distributed autograd context, "
+                "which keeps a gradient for each copy; call loss.backward() outside of it, or "
+                "change balance= so that the layers that share them are in one stage"
+            )
         if order.collect:
             return _Step(self, order, batches, None).attach_to_context()
         return _Step(self, order, batches, transport.Tape()).attach((args, kwargs))
@@ -234,7 +284,7 @@ class Pipe(nn.Module):
         (value,) = self._collect([answer], f"call {getattr(fn, '__name__', fn)}")
         return value
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """All parameters and buffers on the driver, under the unpartitioned module's names."""
         found = self._everywhere("give its state", _state_dict)
         merged = {name: tensor for state in found for name, tensor in state.items()}
@@ -242,7 +292,7 @@ class Pipe(nn.Module):
         destination = kwargs.get("destination", args[0] if args else None)
         result = {} if destination is None else destination
         result.update({prefix + name: tensor for name, tensor in merged.items()})
-        return result  # type: ignore[no-any-return]
+        return result
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -269,7 +319,9 @@ class Pipe(nn.Module):
         if wrong:
             raise RuntimeError("cannot load this state dict into the pipe: " + "\n  ".join(wrong))
         answers = [
-            stage.call("perform", _load_state_dict, {k: state_dict[k] for k in own if k in state_dict})
+            stage.call(
+                "perform", _load_state_dict, {k: state_dict[k] for k in own if k in state_dict}
+            )
             for stage, own in zip(self._stages, shapes, strict=True)
         ]
         self._collect(answers, "load its state")
@@ -314,6 +366,7 @@ class _Step:
         self.reported: list[Failure] = []
         self._stages = pipe._stages
         self._port = pipe._port
+        self._finish = functools.partial(pipe._sum_tied, order.step)
         self._programs = schedule.gpipe(
             order.m, len(self._stages), pipe.checkpoint, backward=order.grad
         )
@@ -378,9 +431,7 @@ class _Step:
             stage.call("begin", _with_program(self.order, program))
             for stage, program in zip(self._stages, self._programs, strict=True)
         ]
-        answers = [
-            self._stages[-1].call("take", number, i, None) for i in range(self.order.m)
-        ]
+        answers = [self._stages[-1].call("take", number, i, None) for i in range(self.order.m)]
         for j, answer in enumerate(begun):
             failure = transport.wait(answer, f"stage {j} to begin step {number}")
             if isinstance(failure, Failure):
@@ -421,10 +472,10 @@ class _Step:
         where = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._columns = [columns[k] for k in where]
         differentiable = [any(t.requires_grad for t in column) for column in self._columns]
-        self._columns = [
-            [_Shape(t) for t in column] for column in self._columns
-        ]
-        results = boundary.tie(lambda: tuple(leaves[k] for k in where), spread, differentiable, ends)
+        self._columns = [[_Shape(t) for t in column] for column in self._columns]
+        results = boundary.tie(
+            lambda: tuple(leaves[k] for k in where), spread, differentiable, ends
+        )
         for k, result in zip(where, results, strict=True):
             leaves[k] = result
         return pytree.tree_unflatten(leaves, spec)
@@ -449,6 +500,7 @@ class _Step:
         finally:
             self._tape.close()
             self._ends = []
+        self._finish()
         return [None, *self._input_gradients(found)]
 
     def _input_gradients(self, found: list[Tensor | None]) -> list[Tensor]:
@@ -549,21 +601,10 @@ def _check_module(module: Any) -> None:
 def _partition(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.Module]]:
     """The layers of each stage by name; a layer used twice has two names."""
     layers = iter(module._modules.items())
-    parts = [dict(itertools.islice(layers, count)) for count in balance]
-    owners: dict[int, int] = {}
-    for j, part in enumerate(parts):
-        for name, layer in part.items():
-            for parameter in layer.parameters():  # type: ignore[union-attr]
-                if owners.setdefault(id(parameter), j) != j:
-                    raise ValueError(
-                        f"a parameter of layer {name} is also one of stage {owners[id(parameter)]}"
-                        f", but it belongs to stage {j}: change balance= so that all layers that "
-                        "share it are in one stage"
-                    )
-    return parts  # type: ignore[return-value]
+    return [dict(itertools.islice(layers, count)) for count in balance]
 
 
-def _serialize(part: dict[str, nn.Module]) -> Tensor:
+def _serialize(part: dict[str, nn.Module]) -> bytes:
     try:
         return _dump(part)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -579,10 +620,10 @@ def _serialize(part: dict[str, nn.Module]) -> Tensor:
         raise
 
 
-def _dump(value: Any) -> Tensor:
+def _dump(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    return buffer.getvalue()
 
 
 # --------------------------------------------------------------------------------- in each stage
@@ -590,6 +631,19 @@ def _dump(value: Any) -> Tensor:
 
 def _apply(stage: Stage, fn: Callable[[nn.Module], Any]) -> Any:
     return fn(stage.module)
+
+
+def _exchange_ties(stage: Stage, step: int) -> None:
+    stage.exchange_ties(step)
+
+
+def _parameter(stage: Stage, name: str) -> Tensor:
+    return stage.module.get_parameter(name).detach().to("cpu")
+
+
+@torch.no_grad()
+def _set_parameter(stage: Stage, name: str, value: Tensor) -> None:
+    stage.module.get_parameter(name).copy_(value)
 
 
 def _zero_grad(stage: Stage, set_to_none: bool) -> None:
@@ -602,7 +656,8 @@ def _parameter_rrefs(stage: Stage) -> list[Any]:
 
 def _state_dict(stage: Stage) -> dict[str, Any]:
     state = stage.module.state_dict()
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu"), dict(state))  # type: ignore[no-any-return]
+    on_host = {k: v.to("cpu") if isinstance(v, Tensor) else v for k, v in state.items()}
+    return on_host
 
 
 def _state_shapes(stage: Stage) -> dict[str, tuple[int, ...] | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import multiprocessing
@@ -114,9 +115,11 @@ def _run_launched(
     process = Process.here(rank, max(0, local_rank - layout.dedicated), local_stages)
     # One host: nothing outside it has to reach any process.
     single_host = local == world_size
-    with transport.loopback() if single_host else ExitStack():
-        with _joined(layout, process, store) as world:
-            return None if world is None else fn(world, *args)
+    with ExitStack() as stack:
+        if single_host:
+            stack.enter_context(transport.loopback())
+        world = stack.enter_context(_joined(layout, process, store))
+        return None if world is None else fn(world, *args)
 
 
 # ----------------------------------------------------------------------------- a plain script
@@ -132,7 +135,7 @@ def _run_here(fn: Callable[..., T], args: tuple[Any, ...], stages: int) -> T:
         stack.enter_context(transport.loopback())
         watch = stack.enter_context(_watch(children, stages))
         for j in range(stages):
-            watch.until(lambda j=j: store.check([f"process/{layout.dedicated + j}"]), j)
+            watch.until(functools.partial(store.check, [f"process/{layout.dedicated + j}"]), j)
         process = Process.here(0, 0, stages)
         world = stack.enter_context(_joined(layout, process, store))
         assert world is not None
@@ -337,8 +340,7 @@ def _terminating_by_exception() -> Iterator[None]:
         yield
     except _Terminated as exc:
         _restore(handlers)
-        signum = int(str(exc.code)) - 128
-        os.kill(os.getpid(), signum)
+        os.kill(os.getpid(), int(str(exc.code)) - 128)
         raise
     finally:
         _restore(handlers)

@@ -21,7 +21,9 @@ from rpcpipe import batchnorm, boundary, checkpoint, transport
 from rpcpipe.errors import Failure, StageLost
 from rpcpipe.mailbox import Mailbox, Name, Parcel
 from rpcpipe.schedule import Program, Task
+from rpcpipe.skip.namespace import Key
 from rpcpipe.skip.store import SkipStore, use_store
+from rpcpipe.tied import Ties
 
 __all__ = ["Event", "Order", "Partition", "Stage"]
 
@@ -53,13 +55,26 @@ class Event:
 
 
 class Partition(nn.Sequential):
-    """The layers of one stage, under the names they have in the whole model."""
+    """The layers of one stage, under the names they have in the whole model.
+
+    Attributes:
+        first: index of the first layer in the whole model.
+        seed: what all layers draw is determined by this, the step, the micro-batch and the
+            layer's index; without it they go on where the stage's last one stopped.
+        at: step and micro-batch.
+    """
+
+    first = 0
+    seed: int | None = None
+    at = (0, 0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        first, *others = self
-        value = first(*args, **kwargs)
-        for layer in others:
-            value = layer(value)
+        value: Any = None
+        for k, layer in enumerate(self._modules.values(), self.first):
+            assert layer is not None
+            if self.seed is not None:
+                torch.manual_seed(checkpoint.derive(self.seed, *self.at, k))
+            value = layer(*args, **kwargs) if k == self.first else layer(value)
         return value
 
 
@@ -127,7 +142,7 @@ class Stage:
     def __init__(self, index: int, device: str, threads: int) -> None:
         self.index = index
         self.device = torch.device(device)
-        self.module: nn.Module = Partition()
+        self.module: nn.Module
         self.events: list[Event] | None = None  # a list while recording
         self.extras: dict[str, Any] = {}  # optimizers and the like, which belong to other rooms
         self._mailbox = Mailbox()
@@ -146,10 +161,12 @@ class Stage:
         self,
         driver: transport.Remote,
         sources: dict[Name, transport.Remote],
-        exports: Sequence[Name],
+        exports: Sequence[Key],
+        ties: Ties,
     ) -> None:
         """Learn where values come from: ``None`` from the predecessor, skips from their stash."""
         self._driver, self._sources, self._exports = driver, sources, exports
+        self.ties = ties
 
     def take(self, step: int, i: int, name: Name) -> Future[Any]:
         """What micro-batch ``i`` hands on under ``name``, as soon as it is computed."""
@@ -169,6 +186,7 @@ class Stage:
         run = self._runs.get(step)
         if run is not None:
             run.announced = True
+            self._jobs.put(lambda: self.ties.set_aside(self.module))
             self._jobs.put(lambda: self._advance(run))
 
     def drop(self, step: int, why: Failure) -> None:
@@ -178,6 +196,7 @@ class Stage:
             run.abort(why.message)
         self._mailbox.drop(step, why)
         self._jobs.put(self._discard)
+        self._jobs.put(lambda: self.ties.restore(self.module))
 
     def perform(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call ``fn(stage, *args)`` on the compute thread, after all it was given before."""
@@ -197,7 +216,7 @@ class Stage:
 
     def adopt(self, module: Partition, rng: checkpoint.RngState) -> None:
         """Become the stage of this partition, whose layers draw from ``rng`` on."""
-        self.module = module.to(self.device)
+        self.module = self.partition = module.to(self.device)
         self._rng = rng
         self._training = module.training
         self._frozen = batchnorm.FrozenStatistics(module)
@@ -213,6 +232,10 @@ class Stage:
         finally:
             self._rng = checkpoint.RngState.capture(self.device)
             theirs.restore()
+
+    def exchange_ties(self, step: int) -> None:
+        """After the backward pass: add up the gradients of parameters that other stages hold."""
+        self.ties.exchange(self.module, step, self._mailbox.put)
 
     def _advance(self, run: _Run) -> None:
         """Execute the program up to its end, or to where it waits for the backward pass."""
@@ -247,14 +270,16 @@ class Stage:
         run.received[i] = {}
         for value in received.values():
             if isinstance(value, Failure):
-                return self._fail_forward(run, i, value)
+                self._fail_forward(run, i, value)
+                return
         try:
             with self._timed(run, task):
                 handed_on = self._forward_and_keep(run, i, received)
                 if i == run.order.m - 1:
                     batchnorm.commit(self.module)
         except BaseException as exc:
-            return self._fail_forward(run, i, Failure.capture(exc).at(self.index, i, "forward"))
+            self._fail_forward(run, i, Failure.capture(exc).at(self.index, i, "forward"))
+            return
         for name, value in handed_on.items():
             self._mailbox.put(run.order.step, i, name, value)
 
@@ -265,7 +290,7 @@ class Stage:
             self._training = order.training
         kept = _Kept(self._accept(received), checkpoint.RngState.capture(self.device))
         with checkpoint.phase(checkpointing=i in run.recomputed):
-            results = self._compute_partition(order, kept, spare=i in run.recomputed)
+            results = self._compute_partition(order, i, kept, spare=i in run.recomputed)
         kept.outputs = _tensors(results)
         sent = _pack(results, order.grad)
         if order.grad:
@@ -284,7 +309,7 @@ class Stage:
 
         return pytree.tree_map_only(Tensor, leaf, received)  # type: ignore[no-any-return]
 
-    def _compute_partition(self, order: Order, kept: _Kept, *, spare: bool) -> Values:
+    def _compute_partition(self, order: Order, i: int, kept: _Kept, *, spare: bool) -> Values:
         """Run the layers; with ``spare``, what was given stays as it is for another time.
 
         Layers may work in place on what they are given: they get an alias and not the leaf.
@@ -295,9 +320,10 @@ class Stage:
         versions = [t._version for t in _tensors(given)] if not order.inference else []
         parcel = given.pop(None)
         store = SkipStore(given)
+        self.partition.at = (order.step, i)
         with order.autocast.enter(), use_store(store):
             value = self.module(*parcel.args, **parcel.kwargs)
-        results = {**{name: store.take(name) for name in self._exports}, None: value}
+        results: Values = {**{key: store.take(key) for key in self._exports}, None: value}
         store.require_empty()
         if copy and not order.inference:
             after = [t._version for t in _tensors([parcel, given])]
@@ -341,7 +367,9 @@ class Stage:
             now = checkpoint.RngState.capture(self.device)
             kept.rng.restore()
             with self._timed(run, task), self._frozen, checkpoint.phase(recomputing=True):
-                kept.outputs = _tensors(self._compute_partition(run.order, kept, spare=False))
+                kept.outputs = _tensors(
+                    self._compute_partition(run.order, task.i, kept, spare=False)
+                )
             now.restore()
         except BaseException as exc:
             self._fail_backward(run, task.i, "recompute", exc)
@@ -354,7 +382,8 @@ class Stage:
             with self._timed(run, task):
                 departing = self._gradients(run.order, kept, gradients)
         except BaseException as exc:
-            return self._fail_backward(run, i, "backward", exc)
+            self._fail_backward(run, i, "backward", exc)
+            return
         _settle(run.departures[i], departing)
 
     def _gradients(
@@ -372,11 +401,12 @@ class Stage:
         wanted = [*inputs, *(self.trainable() if order.collect else [])]
         if not ends:
             return [None] * len(wanted)
+        found: Sequence[Tensor | None]
         if order.collect:
             found = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         else:
             torch.autograd.backward(outputs, seeds)
-            found = tuple(leaf.grad for leaf in inputs)
+            found = [leaf.grad for leaf in inputs]
         return [None if g is None else _sendable(g) for g in found]
 
     def _fail_backward(self, run: _Run, i: int, phase: str, exc: BaseException) -> None:

@@ -51,8 +51,7 @@ class Timeline:
     def __str__(self) -> str:
         steps = self._recorded()
         return (
-            f"{schedule.draw(steps[-1])}\n"
-            f"bubble {self.bubble:.1%}, at best {self.ideal_bubble:.1%}"
+            f"{schedule.draw(steps[-1])}\nbubble {self.bubble:.1%}, at best {self.ideal_bubble:.1%}"
         )
 
     def _recorded(self) -> list[Simulation]:

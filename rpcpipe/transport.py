@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
@@ -28,13 +27,12 @@ from rpcpipe.errors import Failure, StageLost
 __all__ = [
     "Remote",
     "Tape",
-    "backward",
     "completed",
     "create",
     "current_tape",
     "debug_info",
-    "dismiss",
     "declare_lost",
+    "dismiss",
     "join",
     "later",
     "leave",
@@ -43,6 +41,7 @@ __all__ = [
     "publish",
     "reference",
     "serve",
+    "value_of",
     "wait",
 ]
 
@@ -220,19 +219,22 @@ class Remote:
         """
         if self._rref is None:
             raise RuntimeError("the world this pipe was made in is over: run() has returned")
-        return rpc.rpc_async(self._rref.owner(), _dispatch, args=(self._key, method, args))
+        answer: Future[Any] = rpc.rpc_async(
+            self._rref.owner(), _dispatch, args=(self._key, method, args)
+        )
+        return answer
 
     def __repr__(self) -> str:
         return f"Remote({self._rref.owner_name()}, {self._key})"
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _dispatch(key: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
     try:
         answer = getattr(_objects[key], method)(*args)
     except BaseException as exc:
         answer = Failure.capture(exc)
-    return answer if isinstance(answer, torch._C.Future) else completed(answer)
+    return answer if isinstance(answer, Future) else completed(answer)
 
 
 def completed(value: Any) -> Future[Any]:
@@ -284,6 +286,14 @@ def wait(future: Future[Any], what: str) -> Any:
         raise StageLost(f"while waiting for {what}: {exc}") from exc
 
 
+def value_of(answer: Future[Any], what: str) -> Any:
+    """Wait for an answer as `wait` does; raise what it failed by."""
+    value = wait(answer, what)
+    if isinstance(value, Failure):
+        value.raise_()
+    return value
+
+
 def _wait(done: threading.Event, what: str) -> None:
     with _loss.lock:
         _loss.waiting.add(done)
@@ -323,9 +333,8 @@ class Tape:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.context_id: int = -1
         threading.Thread(target=_hold_context, args=(self._jobs,), daemon=True).start()
-        self.context_id = self.run(current_tape)
+        self.context_id = self.run(_current_id)
 
     def run(self, fn: Callable[..., T], *args: Any) -> T:
         """Call ``fn(*args)`` with the context current; return or raise what it does."""
@@ -367,7 +376,7 @@ def _hold_context(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 def _backward(
     context_id: int, roots: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    dist_autograd.backward(context_id, roots)
+    dist_autograd.backward(context_id, list(roots))
     gradients = dist_autograd.get_gradients(context_id)
     return [gradients.get(leaf) for leaf in leaves]
 
@@ -375,9 +384,13 @@ def _backward(
 def current_tape() -> int | None:
     """The id of the distributed autograd context this thread is in, if any."""
     try:
-        return int(dist_autograd._current_context()._context_id())
+        return _current_id()
     except RuntimeError:
         return None
+
+
+def _current_id() -> int:
+    return int(dist_autograd._current_context()._context_id())
 
 
 def prioritize(received: Sequence[Tensor]) -> None:

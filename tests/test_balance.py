@@ -375,6 +375,15 @@ def test_skips_are_understood(method: Any) -> None:
 
 
 @by
+def test_layers_that_raise_leave_no_skip_behind(method: Any) -> None:
+    module = nn.Sequential(Down(), Selfish(fails=True), Up())
+    kept = len(current_store())
+    with pytest.raises(LookupError, match="a layer's own error"):
+        method(2, module, torch.randn(2, 4))
+    assert len(current_store()) == kept
+
+
+@by
 def test_skips_that_do_not_match_are_rejected(method: Any) -> None:
     with pytest.raises(TypeError, match="no module declared 'skip' as poppable"):
         method(2, nn.Sequential(Down(), nn.Tanh()), torch.randn(2, 4))

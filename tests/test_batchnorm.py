@@ -31,6 +31,11 @@ KINDS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
 def tilted(*shape):
     """Channels of different scale, rows of different mean: parts differ from the whole."""
     x = torch.randn(*shape)

@@ -75,3 +75,52 @@ class Phases(nn.Module):
 
 def phases(module: nn.Module) -> list[tuple[bool, bool]]:
     return next(m.seen for m in module if isinstance(m, Phases))
+
+
+class Tied(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def tied(device: str = "cpu") -> nn.Sequential:
+    torch.manual_seed(0)
+    first = Tied(nn.Parameter(torch.randn(4, 4) / 2))
+    return nn.Sequential(first, nn.Tanh(), Tied(first.weight))
+
+
+@two
+def test_a_parameter_of_two_stages_stays_one_parameter(world: World) -> None:
+    plain = tied()
+    pipe = rpcpipe.Pipe(tied(), world, balance=[2, 1], chunks=3)
+    opt = pipe.optimizer(torch.optim.AdamW, lr=0.01)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for _ in range(100):
+        x = torch.randn(5, 4)
+        pipe(x).pow(2).mean().backward()
+        opt.step(max_norm=0.5)
+        opt.zero_grad()
+        plain(x).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        reference.step()
+        reference.zero_grad()
+    state = pipe.state_dict()
+    assert torch.equal(state["0.weight"], state["2.weight"])
+    torch.testing.assert_close(state["0.weight"], plain.state_dict()["0.weight"])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
+def test_dropout_of_a_seeded_pipe_does_not_depend_on_the_stages(world: World) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.Dropout()]
+    balance = {1: [4], 2: [2, 2], 4: [1, 1, 1, 1]}[world.stages]
+    pipe = rpcpipe.Pipe(nn.Sequential(*layers), world, balance=balance, chunks=2, seed=7)
+    out = pipe(torch.ones(4, 4))
+    SEEDED.setdefault("out", out.detach())
+    assert torch.equal(out, SEEDED["out"])
+
+
+SEEDED: dict[str, Tensor] = {}

@@ -242,7 +242,8 @@ def layer_sizes(
     module: nn.Sequential, sample: Any, param_factor: float, chunks: int
 ) -> list[float]:
     """Bytes each layer holds in training: parameters by the factor, activations by the chunks."""
-    activations = _activations(module, sample)
+    with preserved_rng(cuda_devices(_tensors_of(module, sample))):
+        activations = _activations(module, sample)
     return [
         _weight_bytes(layer, param_factor) + chunks * size
         for layer, size in zip(module, activations, strict=True)
@@ -274,8 +275,7 @@ def _activations(module: nn.Sequential, sample: Any) -> list[int]:
                 f"the meta device do not have: {error}; pass the balance, or put them on a "
                 "real device"
             ) from error
-    with preserved_rng(cuda_devices(tensors)):
-        return _count(module, sample, alias)
+    return _count(module, sample, alias)
 
 
 def _count(module: nn.Sequential, sample: Any, stand_in: Callable[[Tensor], Tensor]) -> list[int]:
