@@ -264,6 +264,7 @@ class Pipe(nn.Module):
 
     def parameter_rrefs(self) -> list[Any]:
         """RRefs of all parameters that require grad, for ``DistributedOptimizer``."""
+        transport.reference(None)  # refused here, if at all
         found = self._everywhere("name its parameters", _parameter_rrefs)
         return [rref for rrefs in found for rref in rrefs]
 
@@ -656,8 +657,7 @@ def _parameter_rrefs(stage: Stage) -> list[Any]:
 
 def _state_dict(stage: Stage) -> dict[str, Any]:
     state = stage.module.state_dict()
-    on_host = {k: v.to("cpu") if isinstance(v, Tensor) else v for k, v in state.items()}
-    return on_host
+    return {k: v.to("cpu") if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def _state_shapes(stage: Stage) -> dict[str, tuple[int, ...] | None]:

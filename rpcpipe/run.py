@@ -36,6 +36,7 @@ T = TypeVar("T")
 logger = logging.getLogger("rpcpipe")
 
 JOIN_TIMEOUT = 300.0  # seconds, for all processes of a job to come up
+MEET_TIMEOUT = 3.0  # seconds, for all to take leave: they have nothing else to do
 ENGINE_THREADS = 16  # at least two: one waits for the compute thread while another hands it work
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
@@ -290,10 +291,11 @@ def _joined(
     job = store.get("job").decode()
     own_store = dist.PrefixStore(f"rpc/{replica}", store)
     transport.join(worker_name(job, rank), rank - ours[0], per_pipeline, own_store)
-    together = False
+    meet = None
     try:
         if not layout.is_driver(rank):
-            together = transport.serve(orphaned)
+            if transport.serve(orphaned):
+                meet = functools.partial(_meet, own_store, per_pipeline)
             yield None
             return
         world = World(layout, rank, job, {r: Process.hear(store, r) for r in ours})
@@ -302,9 +304,17 @@ def _joined(
             yield world
         finally:
             transport.dismiss([worker_name(job, r) for r in ours if r != rank])
-            together = True
+            meet = functools.partial(_meet, own_store, per_pipeline)
     finally:
-        transport.leave(together=together)
+        transport.leave(meet)
+
+
+def _meet(store: dist.Store, world_size: int, point: str) -> None:
+    """Wait until all processes have come to this point, or for long enough."""
+    if store.add(f"{point}/count", 1) == world_size:
+        store.set(f"{point}/all", "")
+    with suppress(dist.DistError):
+        store.wait([f"{point}/all"], timedelta(seconds=MEET_TIMEOUT))
 
 
 # ------------------------------------------------------------------------------------- signals

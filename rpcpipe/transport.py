@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import sys
 import threading
 import uuid
 import warnings
@@ -47,13 +48,13 @@ __all__ = [
 
 T = TypeVar("T")
 
-LEAVE_TIMEOUT = 5.0  # seconds
-
 _SCHEME = "rpcpipe"
 _FIRST = 2**62  # a sequence number no forward operation reaches
 
 _objects: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_kept: dict[str, Any] = {}  # what is not kept by an RRef
 _store: dist.Store | None = None
+_rrefs_work = True  # whether the RRef context of this process belongs to the world it is in
 _dismissed = threading.Event()
 _remotes: weakref.WeakSet[Remote] = weakref.WeakSet()
 _chores: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
@@ -89,13 +90,14 @@ def join(name: str, rank: int, world_size: int, store: dist.Store) -> None:
     Raises:
         RuntimeError: this process is in an RPC world already.
     """
-    global _store
+    global _loss, _rrefs_work, _store
     if rpc._is_current_rpc_agent_set():
         raise RuntimeError(
             "this process is in an RPC world already (torch.distributed.rpc.init_rpc was called, "
             "or run() inside of run()); a process can be in one at a time: shut that down first"
         )
     _store = store
+    _rrefs_work = rpc._init_counter == 0
     # Keys in the store are prefixed by a counter of the process; a process that joins its second
     # world would wait for ever for peers that join their first. The store is ours alone.
     rpc._init_counter = 0
@@ -106,7 +108,6 @@ def join(name: str, rank: int, world_size: int, store: dist.Store) -> None:
             rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=_options())
     finally:
         _store = None
-    global _loss
     _loss = _Loss()
     _dismissed.clear()
     threading.Thread(target=_do_chores, name="rpcpipe chores", daemon=True).start()
@@ -126,24 +127,42 @@ def _options() -> rpc.TensorPipeRpcBackendOptions:
         return rpc.TensorPipeRpcBackendOptions(**common)
 
 
-def leave(*, together: bool) -> None:
+def leave(meet: Callable[[str], None] | None) -> None:
     """Leave the RPC world.
 
     Args:
-        together: all processes of the world are leaving, and none is lost: wait until everybody
-            is about to close its connections, so that nobody reports a broken one.
+        meet: waits for all processes of the world to come to the point it is given the name of;
+            ``None`` when they will not. The agents report each connection that is closed to
+            them, and their own: no process closes any until all have stopped listening to that.
     """
     if not rpc._is_current_rpc_agent_set():
         return
     _chores.put(None)
     for remote in list(_remotes):
-        remote._rref = None
-    if together:
-        agent = rpc._get_current_rpc_agent()
-        joining = threading.Thread(target=agent.join, args=(True,), daemon=True)
-        joining.start()
-        joining.join(LEAVE_TIMEOUT)
-    rpc.shutdown(graceful=False)
+        remote.close()
+    _kept.clear()
+    if meet is None:
+        rpc.shutdown(graceful=False)
+        return
+    meet("everybody leaves")
+    with _silence():
+        meet("everybody is silent")
+        rpc.shutdown(graceful=False)
+        meet("everybody has left")
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing that is written to the standard error stream is shown."""
+    sys.stderr.flush()
+    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
 
 
 def dismiss(workers: Sequence[str]) -> None:
@@ -196,16 +215,18 @@ def loopback() -> Iterator[None]:
 
 
 class Remote:
-    """An object in a process of this world: an RRef, which keeps it alive, and its key.
+    """An object in a process of this world: its owner, its key there, and an RRef that keeps it.
 
     A call goes to the RRef's owner and names the object by the key. ``rref.rpc_async()`` sends
     the RRef itself with each call, and its owner confirms the fork by a message of its own: twice
     the messages for one micro-batch hop.
+
+    There is no RRef in a process that is in its second world: torch's RRef context (2.13) stays
+    with the first one's agent for good. The object then lives until its creator lets go of it.
     """
 
-    def __init__(self, rref: Any, key: str) -> None:
-        self._rref = rref
-        self._key = key
+    def __init__(self, owner: str, key: str, rref: Any = None) -> None:
+        self._owner, self._key, self._rref = owner, key, rref
         _remotes.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -217,15 +238,17 @@ class Remote:
 
         A method that returns a ``Future`` is answered when that completes.
         """
-        if self._rref is None:
+        if not self._key:
             raise RuntimeError("the world this pipe was made in is over: run() has returned")
-        answer: Future[Any] = rpc.rpc_async(
-            self._rref.owner(), _dispatch, args=(self._key, method, args)
-        )
+        answer: Future[Any] = rpc.rpc_async(self._owner, _dispatch, args=(self._key, method, args))
         return answer
 
+    def close(self) -> None:
+        """Let go: the world is over."""
+        self._key, self._rref = "", None
+
     def __repr__(self) -> str:
-        return f"Remote({self._rref.owner_name()}, {self._key})"
+        return f"Remote({self._owner}, {self._key})"
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
@@ -244,11 +267,16 @@ def completed(value: Any) -> Future[Any]:
 
 
 def create(worker: str, cls: Callable[..., Any], *args: Any) -> Remote:
-    """Construct ``cls(*args)`` on ``worker``; it lives until the last `Remote` of it is gone."""
-    key = uuid.uuid4().hex
-    rref = rpc.remote(worker, _construct, args=(key, cls, args))
-    wait(rref._get_future(), f"{worker} to construct {cls.__name__}")
-    return Remote(rref, key)
+    """Construct ``cls(*args)`` on ``worker``; it lives as long as the `Remote`."""
+    key, what = uuid.uuid4().hex, f"{worker} to construct {cls.__name__}"
+    if _rrefs_work:
+        rref = rpc.remote(worker, _construct, args=(key, cls, args))
+        wait(rref._get_future(), what)
+        return Remote(worker, key, rref)
+    wait(rpc.rpc_async(worker, _construct_and_keep, args=(key, cls, args)), what)
+    remote = Remote(worker, key)
+    weakref.finalize(remote, later, lambda: rpc.rpc_async(worker, _let_go, args=(key,)))
+    return remote
 
 
 def _construct(key: str, cls: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -256,15 +284,32 @@ def _construct(key: str, cls: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return made
 
 
+def _construct_and_keep(key: str, cls: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    _kept[key] = _construct(key, cls, args)
+
+
+def _let_go(key: str) -> None:
+    _kept.pop(key, None)
+
+
 def publish(obj: Any) -> Remote:
-    """Make a local object callable from other processes, while the `Remote` lives."""
+    """Make a local object callable from other processes, while the caller keeps it."""
     key = uuid.uuid4().hex
     _objects[key] = obj
-    return Remote(rpc.RRef(obj), key)
+    return Remote(rpc.get_worker_info().name, key, rpc.RRef(obj) if _rrefs_work else None)
 
 
 def reference(value: Any) -> Any:
-    """An RRef of a local object."""
+    """An RRef of a local object.
+
+    Raises:
+        RuntimeError: this process is in its second world.
+    """
+    if not _rrefs_work:
+        raise RuntimeError(
+            "torch keeps the RRefs of a process with the first RPC world it was in, and this is "
+            "not the first: for a DistributedOptimizer, call run() once in a process"
+        )
     return rpc.RRef(value)
 
 
