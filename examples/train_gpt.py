@@ -112,7 +112,7 @@ def train(world: rpcpipe.World, args: argparse.Namespace) -> None:
     with torch.no_grad():
         x, y = next(batches(held_out, 1, *shape))
         unseen = F.cross_entropy(pipe(x).flatten(0, 1), y.flatten())
-        print("", *generate(pipe, held_out[: args.context], 200))
+        print("".join(alphabet[k] for k in generate(pipe, held_out[: args.context], 200)))
     print(f"loss {first:.2f} -> {last:.2f}, on unseen text {unseen:.2f}")
     bubble = f"bubble {timeline.bubble:.1%} (ideal {timeline.ideal_bubble:.1%})"
     print(f"{speed:,.0f} tokens/s in {world.stages} stages, {bubble}")
@@ -124,7 +124,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--chunks", type=int, default=8, help="micro-batches in a step")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=64, help="sequences in a step")
     parser.add_argument("--context", type=int, default=64, help="characters in a sequence")
     parser.add_argument("--checkpoint", default="never", help="always, except_last or never")

@@ -11,7 +11,6 @@ import queue
 import sys
 import threading
 import uuid
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,9 +101,7 @@ def join(name: str, rank: int, world_size: int, store: dist.Store) -> None:
     # world would wait for ever for peers that join their first. The store is ours alone.
     rpc._init_counter = 0
     try:
-        with warnings.catch_warnings():
-            # torch 2.13 warns of its own call: pytorch issue 149393
-            warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+        with _without_device_maps():
             rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=_options())
     finally:
         _store = None
@@ -114,6 +111,21 @@ def join(name: str, rank: int, world_size: int, store: dist.Store) -> None:
     # The timeout would bound a whole backward pass, however long the stages compute. Given to
     # init_rpc, 0 would time out at once.
     rpc._set_rpc_timeout(0)
+
+
+@contextmanager
+def _without_device_maps() -> Iterator[None]:
+    """Have init_rpc not exchange device maps: there are none.
+
+    In torch 2.13 the exchange warns of its own call (pytorch issue 149393) and takes NumPy.
+    """
+    name = "_tensorpipe_exchange_and_check_all_device_maps"
+    exchange = getattr(rpc.backend_registry, name)
+    setattr(rpc.backend_registry, name, lambda *_: ({}, []))
+    try:
+        yield
+    finally:
+        setattr(rpc.backend_registry, name, exchange)
 
 
 def _options() -> rpc.TensorPipeRpcBackendOptions:
@@ -175,12 +187,9 @@ def _dismiss() -> None:
     _dismissed.set()
 
 
-def serve(orphaned: Callable[[], bool]) -> bool:
-    """Stay while other threads do the work; returns whether this process was dismissed."""
-    while not orphaned():
-        if _dismissed.wait(0.5):
-            return True
-    return False
+def serve() -> None:
+    """Stay while other threads do the work, until this process is dismissed."""
+    _dismissed.wait()
 
 
 def later(chore: Callable[[], Any]) -> None:
