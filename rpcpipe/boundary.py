@@ -36,6 +36,7 @@ __all__ = [
     "Arrivals",
     "alias",
     "copy",
+    "deliver",
     "enter",
     "first_token",
     "leave",
@@ -53,8 +54,8 @@ class Arrivals(Protocol):
     def arrive(self, i: int, gradients: Gradients) -> None:
         """Take the gradients of micro-batch ``i``'s outputs."""
 
-    def depart(self, i: int) -> Gradients:
-        """Wait for the gradients of what ``enter`` was given for micro-batch ``i``."""
+    def depart(self, i: int) -> Gradients | None:
+        """Wait for the gradients of what ``enter`` was given for micro-batch ``i``, if any."""
 
 
 def first_token() -> Tensor:
@@ -67,8 +68,7 @@ def enter(run: Arrivals, i: int, token: Tensor, entering: Sequence[Tensor]) -> T
 
     Args:
         token: the one of micro-batch ``i - 1``.
-        entering: tensors that require grad: received ones, and parameters whose gradients
-            distributed autograd shall collect.
+        entering: received tensors that require grad.
     """
     return _Depart.apply(run, i, token, *entering)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -83,14 +83,15 @@ def leave(
 class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Arrivals, i: int, token: Tensor, *entering: Tensor) -> Tensor:
-        ctx.run, ctx.i = run, i
+        ctx.run, ctx.i, ctx.n = run, i, len(entering)
         ctx.set_materialize_grads(False)
         return token.new_zeros(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> Any:
-        return None, None, None, *ctx.run.depart(ctx.i)
+        gradients = ctx.run.depart(ctx.i)
+        return None, None, None, *([None] * ctx.n if gradients is None else gradients)
 
 
 class _Arrive(torch.autograd.Function):
@@ -116,6 +117,32 @@ class _Arrive(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.run.arrive(ctx.i, gradients)
         return None, None, None, None, *[None] * ctx.n
+
+
+def deliver(
+    token: Tensor, parameters: Sequence[Tensor], take: Callable[[], Gradients]
+) -> Tensor:
+    """A node that gives ``parameters`` their gradients by way of autograd; returns its token.
+
+    Args:
+        token: an empty tensor that requires grad.
+        take: called in the backward pass; returns the gradients.
+    """
+    return _Deliver.apply(take, token, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Deliver(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, take: Callable[[], Gradients], token: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.take = take
+        return token.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, token: Tensor) -> Any:
+        return None, token, *ctx.take()
 
 
 def tie(

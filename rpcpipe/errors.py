@@ -6,6 +6,7 @@ import pickle
 import socket
 import traceback
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 __all__ = ["BalanceError", "Failure", "StageError", "StageLost"]
 
@@ -87,7 +88,7 @@ class Failure:
             return RuntimeError(self.message)
         return exc if isinstance(exc, BaseException) else RuntimeError(self.message)
 
-    def raise_(self) -> None:
+    def raise_(self) -> NoReturn:
         """Raise as `StageError` from the original."""
         where = (self.stage, self.microbatch, self.phase, self.host)
         raise StageError(*where, self.message, self.traceback) from self.original()

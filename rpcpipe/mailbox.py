@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from rpcpipe import transport
 from rpcpipe.errors import Failure
 from rpcpipe.skip.namespace import Key
 
-__all__ = ["Mailbox", "Name", "Parcel"]
+__all__ = ["Mailbox", "Name", "Parcel", "require_picklable"]
 
 Name = Key | None  # of what a micro-batch hands on: None for the parcel, or the key of a skip
 
@@ -39,6 +40,24 @@ pytree.register_pytree_node(
     lambda children, _: Parcel(*children),
     serialized_type_name="rpcpipe.Parcel",
 )
+
+
+def require_picklable(value: Any) -> None:
+    """Refuse here what would fail in a thread of RPC, where nobody can say whose it was.
+
+    Raises:
+        TypeError: a leaf of the pytree ``value`` cannot be pickled.
+    """
+    for leaf in pytree.tree_leaves(value):
+        if leaf is None or isinstance(leaf, (Tensor, bool, int, float, complex, str, bytes)):
+            continue
+        try:
+            pickle.dumps(leaf)
+        except Exception as exc:
+            raise TypeError(
+                "what goes from one process to another is sent by pickle, which cannot take this "
+                f"{type(leaf).__name__}: {exc}; give tensors or plain values instead"
+            ) from exc
 
 
 class Mailbox:

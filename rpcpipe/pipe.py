@@ -23,7 +23,7 @@ from rpcpipe.batchnorm import has_batch_norm
 from rpcpipe.build import Part, build
 from rpcpipe.checkpoint import AutocastState
 from rpcpipe.errors import Failure
-from rpcpipe.mailbox import Mailbox, Name, Parcel
+from rpcpipe.mailbox import Mailbox, Name, Parcel, require_picklable
 from rpcpipe.optim import PipeOptimizer
 from rpcpipe.skip.layout import SkipLayout
 from rpcpipe.stage import Order, Stage
@@ -43,11 +43,10 @@ class _Port(Mailbox):
         self.steps: weakref.WeakValueDictionary[int, _Step] = weakref.WeakValueDictionary()
 
     def report(self, number: int, failure: Failure) -> None:
-        """A stage failed in the backward pass; the others need not wait for it."""
+        """A stage failed in the backward pass."""
         step = self.steps.get(number)
         if step is not None:
             step.reported.append(failure)
-            step.tell_stages("drop", number, failure)
 
 
 class Pipe(nn.Module):
@@ -132,6 +131,7 @@ class Pipe(nn.Module):
         ]
         self._numbers = itertools.count()
         self._port = _Port()
+        self._collecting: tuple[int | None, list[Tensor]] = (None, [])
         self._remote_port = transport.publish(self._port)
         parts = _partition(module, self.balance)
         blobs = [_serialize(part) for part in parts]
@@ -221,19 +221,18 @@ class Pipe(nn.Module):
             StageError: a layer raised; the step is dropped and the pipe can be used on.
             StageLost: a process of the pipeline is gone.
         """
+        require_picklable((args, kwargs))
         batches = microbatch.scatter((args, kwargs), self.chunks)
         order = self._order(len(batches))
         if not order.grad:
             step = _Step(self, order, batches, None)
             return microbatch.gather(step.forward())
-        if order.collect and self._ties:
+        if order.context is not None and self._ties:
             raise ValueError(
                 "parameters tied across stages have no place in a distributed autograd context, "
                 "which keeps a gradient for each copy; call loss.backward() outside of it, or "
                 "change balance= so that the layers that share them are in one stage"
             )
-        if order.collect:
-            return _Step(self, order, batches, None).attach_to_context()
         return _Step(self, order, batches, transport.Tape()).attach((args, kwargs))
 
     def _order(self, m: int) -> Order:
@@ -244,10 +243,22 @@ class Pipe(nn.Module):
             program=[],
             grad=grad,
             inference=torch.is_inference_mode_enabled(),
-            collect=grad and transport.current_tape() is not None,
+            context=transport.current_tape() if grad else None,
             training=self.training,
             autocast=AutocastState.capture(),
         )
+
+    def _collectors(self, context: int | None) -> list[Tensor]:
+        """What a step is tied to for its gradients to go to the caller's autograd context.
+
+        Once for each context, and with nothing in it for each step: its backward pass waits for
+        all that was sent inside of it, also by steps the loss does not use.
+        """
+        if context is not None and self._collecting[0] != context:
+            answers = [s.call("collect", context, boundary.first_token()) for s in self._stages]
+            tokens = self._collect(answers, "join the autograd context")
+            self._collecting = (context, boundary.received(tokens))
+        return self._collecting[1] if context is not None else []
 
     def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> PipeOptimizer:
         """Make an optimizer of class ``cls`` in each stage, for its parameters.
@@ -367,6 +378,7 @@ class _Step:
         self.reported: list[Failure] = []
         self._stages = pipe._stages
         self._port = pipe._port
+        self._collectors = pipe._collectors
         self._finish = functools.partial(pipe._sum_tied, order.step)
         self._programs = schedule.gpipe(
             order.m, len(self._stages), pipe.checkpoint, backward=order.grad
@@ -380,16 +392,14 @@ class _Step:
     # ------------------------------------------------------------------------------- forward
 
     def _outgoing(self, batch: Any) -> Parcel:
-        """A micro-batch as it is sent: without grad, a leaf for its gradient, or as it is."""
+        """A micro-batch as it is sent: without grad, or as leaves for its gradient."""
 
         def send(tensor: Tensor) -> Tensor:
             grad = self.order.grad and tensor.requires_grad
-            if not (grad and self.order.collect):
-                tensor = tensor.detach()
+            tensor = tensor.detach()
             if tensor.untyped_storage().nbytes() > tensor.nbytes:
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
-            tensor = tensor.to("cpu")
-            return tensor if self.order.collect else tensor.requires_grad_(grad)
+            return tensor.to("cpu").requires_grad_(grad)
 
         args, kwargs = pytree.tree_map_only(Tensor, send, batch)
         leaves = pytree.tree_leaves((args, kwargs))
@@ -445,21 +455,20 @@ class _Step:
     # ------------------------------------------------------------------------------ backward
 
     def attach(self, inputs: Any) -> Any:
-        """Forward, as one node in the driver's own graph: plain ``loss.backward()``."""
+        """Forward, as one node in the caller's own graph.
+
+        The distributed graph is in a context of the step's own, also inside of the caller's: what
+        fails in there is raised here, and no other backward pass waits for it.
+        """
         sources = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
         sources = [t for t in sources if t.requires_grad]
         values = self.forward()
-        return self._tie(values, self._backward, [boundary.first_token(), *sources])
+        tokens = [boundary.first_token(), *self._collectors(self.order.context)]
 
-    def attach_to_context(self) -> Any:
-        """Forward, as part of the graph of the caller's distributed autograd context."""
-        values = self.forward()
+        def spread(gradients: boundary.Gradients) -> list[Tensor]:
+            return [*map(torch.zeros_like, tokens), *self._backward(gradients)]
 
-        def spread(gradients: boundary.Gradients) -> list[Tensor | None]:
-            self._announce()
-            return [g for row in self._divide(gradients) for g in row]
-
-        return self._tie(values, spread, [end for row in self._ends for end in row])
+        return self._tie(values, spread, [*tokens, *sources])
 
     def _tie(
         self,
@@ -481,8 +490,8 @@ class _Step:
             leaves[k] = result
         return pytree.tree_unflatten(leaves, spec)
 
-    def _backward(self, gradients: boundary.Gradients) -> list[Tensor | None]:
-        """Run the backward programs; returns the gradients of the anchor and of the inputs."""
+    def _backward(self, gradients: boundary.Gradients) -> list[Tensor]:
+        """Run the backward programs; returns the gradients of the inputs."""
         if not self._live:
             raise RuntimeError(
                 "the pipe's backward pass can run once for each forward pass: what it needs has "
@@ -497,12 +506,15 @@ class _Step:
         try:
             found = self._tape.backward([boundary.root(ends, seeds)], leaves)
         except BaseException as exc:
-            self._fail_backward(exc)
+            self.drop(Failure.capture(exc))
+            raise
         finally:
             self._tape.close()
             self._ends = []
+        if self.reported:
+            self._raise_reported()
         self._finish()
-        return [None, *self._input_gradients(found)]
+        return self._input_gradients(found)
 
     def _input_gradients(self, found: list[Tensor | None]) -> list[Tensor]:
         rows = iter(found)
@@ -528,15 +540,17 @@ class _Step:
             row += [None] * (len(ends) - len(row))  # a tail
         return rows
 
-    def _fail_backward(self, exc: BaseException) -> NoReturn:
-        if self.reported:
-            m, n = self.order.m, len(self._stages)
+    def _raise_reported(self) -> NoReturn:
+        m, n = self.order.m, len(self._stages)
+
+        def position(failure: Failure) -> tuple[int, int]:
             # The reverse of the forward cycles: the last micro-batch in the last stage is first.
-            first = min(self.reported, key=lambda f: m - 1 - (f.microbatch or 0) + n - 1 - f.stage)
-            self.drop(first)
-            first.raise_()
-        self.drop(Failure.capture(exc))
-        raise exc
+            after = m - 1 - (failure.microbatch or 0)
+            return after + n - 1 - failure.stage, after
+
+        first = min(self.reported, key=position)
+        self.drop(first)
+        first.raise_()
 
     # ----------------------------------------------------------------------------------- end
 
@@ -631,7 +645,9 @@ def _dump(value: Any) -> bytes:
 
 
 def _apply(stage: Stage, fn: Callable[[nn.Module], Any]) -> Any:
-    return fn(stage.module)
+    value = fn(stage.module)
+    require_picklable(value)
+    return value
 
 
 def _exchange_ties(stage: Stage, step: int) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
+import json
 import logging
-import multiprocessing
 import os
 import signal
 import socket
@@ -15,15 +16,16 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from multiprocessing import spawn
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
-from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 from rpcpipe import transport
 from rpcpipe.errors import StageLost
@@ -37,10 +39,13 @@ logger = logging.getLogger("rpcpipe")
 
 JOIN_TIMEOUT = 300.0  # seconds, for all processes of a job to come up
 MEET_TIMEOUT = 3.0  # seconds, for all to take leave: they have nothing else to do
+END_TIMEOUT = 5  # seconds, for a stage process to end by itself, or by SIGTERM
 ENGINE_THREADS = 16  # at least two: one waits for the compute thread while another hands it work
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 _launched_runs = itertools.count()
+_running = threading.Lock()
+_importing_main = False  # in a stage process, while it imports the script
 
 
 def run(
@@ -78,14 +83,23 @@ def run(
         ValueError: the numbers do not fit each other or the launcher.
         StageLost: a stage process ended or could not be started.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
+    if _importing_main:
         raise RuntimeError(
             "run() was reached while a stage process imports this script: call it under "
             'if __name__ == "__main__":'
         )
     check_counts(stages, replicas, driver)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _run_launched(fn, args, stages, replicas, driver)
+    if not _running.acquire(blocking=False):
+        raise RuntimeError("run() is under way in this process; it can be in one run at a time")
+    try:
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            return _run_launched(fn, args, stages, replicas, driver)
+        return _run_here(fn, args, _count_stages(stages, replicas))
+    finally:
+        _running.release()
+
+
+def _count_stages(stages: int | None, replicas: int) -> int:
     if replicas != 1:
         raise ValueError(
             f"replicas={replicas} takes a launcher, which starts the other drivers: "
@@ -94,7 +108,7 @@ def run(
     stages = stages or torch.cuda.device_count()
     if not stages:
         raise ValueError("without a GPU to count, say how many stages: run(fn, stages=2)")
-    return _run_here(fn, args, stages)
+    return stages
 
 
 # ------------------------------------------------------------------------ under a launcher
@@ -105,9 +119,8 @@ def _run_launched(
 ) -> T | None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     layout = Layout.of(world_size, stages, replicas, driver)
-    base, _, _ = next(dist.rendezvous("env://", rank, world_size))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"rpcpipe/{attempt}/{next(_launched_runs)}", base)
+    store = dist.PrefixStore(f"rpcpipe/{attempt}/{next(_launched_runs)}", _launchers_store())
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     local_stages = max(1, local - local // layout.ranks_per_pipeline * layout.dedicated)
@@ -116,11 +129,17 @@ def _run_launched(
     process = Process.here(rank, max(0, local_rank - layout.dedicated), local_stages)
     # One host: nothing outside it has to reach any process.
     single_host = local == world_size
-    with ExitStack() as stack:
-        if single_host:
-            stack.enter_context(transport.loopback())
-        world = stack.enter_context(_joined(layout, process, store))
+    network = transport.loopback() if single_host else nullcontext()
+    with network, _joined(layout, process, store) as world:
         return None if world is None else fn(world, *args)
+
+
+@functools.cache
+def _launchers_store() -> dist.Store:
+    """One for all runs: where no launcher holds it, the first process does, on a fixed port."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store: dist.Store = next(dist.rendezvous("env://", rank, world_size))[0]
+    return store
 
 
 # ----------------------------------------------------------------------------- a plain script
@@ -130,15 +149,15 @@ def _run_here(fn: Callable[..., T], args: tuple[Any, ...], stages: int) -> T:
     layout = Layout(stages, 1, dedicated=True)
     with ExitStack() as stack:
         stack.enter_context(_terminating_by_exception())
-        store, port = _listen()
-        store.set("job", uuid.uuid4().hex)
-        children = stack.enter_context(_stage_processes(layout, port))
+        processes = stack.enter_context(_stage_processes(layout))
         stack.enter_context(transport.loopback())
-        watch = stack.enter_context(_watch(children, stages))
-        for j in range(stages):
-            watch.until(functools.partial(store.check, [f"process/{layout.dedicated + j}"]), j)
-        process = Process.here(0, 0, stages)
-        world = stack.enter_context(_joined(layout, process, store))
+        with processes.explaining():
+            store = processes.store()
+            store.set("job", uuid.uuid4().hex)
+            processes.await_told(store)
+            process = Process.here(0, 0, stages)
+            joined = _joined(layout, process, store, processes.let_go)
+            world = stack.enter_context(joined)
         assert world is not None
         return fn(world, *args)
 
@@ -158,111 +177,213 @@ def _listen() -> tuple[dist.TCPStore, int]:
     return store, port
 
 
+def _connect(port: int) -> dist.TCPStore:
+    timeout = timedelta(seconds=JOIN_TIMEOUT)
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+
+
 @contextmanager
-def _stage_processes(layout: Layout, port: int) -> Iterator[PContext]:
-    """The stage processes, started by elastic's multiprocessing; gone when this is left."""
+def _stage_processes(layout: Layout) -> Iterator[_StageProcesses]:
+    """The stage processes of a plain script; gone when this is left."""
     with ExitStack() as stack:
         logs = os.environ.get("RPCPIPE_LOG_DIR")
         if logs is None:
             logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="rpcpipe-"))
-        handlers = _signal_handlers()
-        children = start_processes(
-            name="stage",
-            entrypoint=_stage_main,
-            args={j: (layout, layout.dedicated + j, port) for j in range(layout.stages)},
-            envs={j: {} for j in range(layout.stages)},
-            logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ALL),
-            log_line_prefixes={j: f"[stage {j}] " for j in range(layout.stages)},
-            start_method="spawn",
-        )
-        _restore(handlers)  # elastic has put its own in, which stay for good
-        stack.callback(children.close, signal.SIGTERM, 5)
-        yield children
-        children.wait(timeout=5, period=0.02)  # they were told to leave
+        processes = _StageProcesses(layout, DefaultLogsSpecs(log_dir=logs, tee=Std.ALL))
+        stack.callback(processes.end)
+        processes.start()
+        yield processes
 
 
-def _stage_main(layout: Layout, rank: int, port: int) -> None:
-    """The life of a stage process that ``run`` started."""
-    parent = os.getppid()
+class _StageProcesses:
+    """The stage processes, from start to end in the hands of a thread.
 
-    def orphaned() -> bool:
-        return os.getppid() != parent
+    Signals are handled on the main thread: however often Ctrl-C is pressed, none is left half
+    started or half ended. And elastic installs signal handlers of its own for good, except where
+    it is used by another thread.
+    """
 
-    def interrupted(signum: int, frame: FrameType | None) -> None:
-        # Ctrl-C reaches the whole foreground group; the driver decides what becomes of it. The
-        # kernel sends the same signal when the driver has died.
-        if orphaned():
-            os._exit(1)
+    PERIOD = 0.05  # seconds between two looks
 
-    signal.signal(signal.SIGINT, interrupted)
-    timeout = timedelta(seconds=JOIN_TIMEOUT)
-    base = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    j = layout.stage(rank)
-    assert j is not None
-    process = Process.here(rank, j, layout.stages)
-    with transport.loopback(), _joined(layout, process, base, orphaned):
-        pass
+    def __init__(self, layout: Layout, logs: DefaultLogsSpecs) -> None:
+        self._may_end = False
+        self._layout = layout
+        self._logs = logs
+        self._lost: str | None = None
+        # While it serves, somebody may wait for a process that has died; nobody once it is closed.
+        self._server: dist.TCPStore | None
+        self._server, self._port = _listen()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="rpcpipe stages", daemon=True)
 
+    def start(self) -> None:
+        self._thread.start()
 
-class _Watch:
-    """Notices when a stage process ends before its time, by asking the kernel."""
+    def let_go(self) -> None:
+        """The driver needs them no more; before this, one that ends is lost."""
+        self._may_end = True
 
-    PERIOD = 0.05  # seconds
+    def end(self) -> None:
+        """Have them end, by force unless they were let go; returns when they are gone."""
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
 
-    def __init__(self, children: PContext) -> None:
-        self._children = children
-        self._leave = threading.Event()
-        self.lost: str | None = None
-        self._thread = threading.Thread(target=self._look, name="rpcpipe watch", daemon=True)
+    def store(self) -> dist.TCPStore:
+        return _connect(self._port)
 
-    def _look(self) -> None:
-        pids = self._children.pids()
-        while not self._leave.wait(self.PERIOD):
-            ended = self._children.wait(timeout=-1)
-            if ended is not None and ended.failures:
-                self.lost = _obituary(ended, pids)
-                transport.declare_lost(self.lost)
-                return
-
-    def until(self, reached: Callable[[], bool], j: int) -> None:
-        """Wait for something a child does.
-
-        Raises:
-            StageLost: a child has ended, or it takes longer than `JOIN_TIMEOUT`.
-        """
+    def await_told(self, store: dist.Store) -> None:
+        """Wait until all have said who they are."""
         deadline = time.monotonic() + JOIN_TIMEOUT
-        while not reached():
-            if self.lost is not None:
-                raise StageLost(self.lost)
+        while not store.check([f"process/{1 + j}" for j in range(self._layout.stages)]):
             if time.monotonic() > deadline:
-                raise StageLost(f"stage {j} did not come up within {JOIN_TIMEOUT:.0f} s")
+                raise StageLost(f"the stages did not come up within {JOIN_TIMEOUT:.0f} s")
+            time.sleep(0.01)
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Raise `StageLost` if any was lost meanwhile, instead of what came of that."""
+        try:
+            yield
+        except RuntimeError as exc:
+            if self._lost is not None:
+                raise StageLost(self._lost) from exc
+            raise
+        if self._lost is not None:
+            raise StageLost(self._lost)
+
+    # ---------------------------------------------------------------------------- on the thread
+
+    def _keep(self) -> None:
+        with _elastic_is_silent():
+            try:
+                children = self._start()
+                try:
+                    self._watch(children)
+                finally:
+                    children.close(signal.SIGTERM, END_TIMEOUT)
+            except Exception as exc:
+                self._lost = f"the stage processes could not be started: {exc!r}"
+            finally:
+                self._server = None
+
+    def _start(self) -> PContext:
+        main = _preparation()
+        lives = {
+            j: {
+                "main": main,
+                "stages": self._layout.stages,
+                "rank": j + self._layout.dedicated,
+                "port": self._port,
+                "driver": os.getpid(),
+            }
+            for j in range(self._layout.stages)
+        }
+        cpp_log_level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+        return start_processes(
+            name="stage",
+            entrypoint=sys.executable,
+            args={j: ("-c", _STAGE_PROGRAM, json.dumps(life)) for j, life in lives.items()},
+            # Their agents report every connection that is closed; the driver tells whom it lost.
+            envs={j: {"TORCH_CPP_LOG_LEVEL": cpp_log_level} for j in lives},
+            logs_specs=self._logs,
+            log_line_prefixes={j: f"[stage {j}] " for j in lives},
+        )
+
+    def _watch(self, children: PContext) -> None:
+        pids = children.pids()
+        while not self._over.wait(self.PERIOD):
+            for j, pid in pids.items():
+                how = _how_it_ended(pid)
+                if how is not None and not self._may_end:
+                    self._lost = _obituary(j, pid, how, children.stderrs[j])
+                    transport.declare_lost(self._lost)
+                    return
+        deadline = time.monotonic() + END_TIMEOUT * self._may_end
+        while not all(map(_how_it_ended, pids.values())) and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
 @contextmanager
-def _watch(children: PContext, stages: int) -> Iterator[_Watch]:
-    watch = _Watch(children)
-    watch._thread.start()
+def _elastic_is_silent() -> Iterator[None]:
+    """Hide what elastic logs on this thread: that it is no main thread, whom it terminates."""
+    thread = threading.get_ident()
+    elastic = logging.getLogger(PContext.__module__)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    elastic.addFilter(is_other)
     try:
-        yield watch
+        yield
     finally:
-        watch._leave.set()
-        watch._thread.join()
+        elastic.removeFilter(is_other)
 
 
-def _obituary(ended: RunProcsResult, pids: dict[int, int]) -> str:
-    j, failure = min(ended.failures.items())
-    how = (
-        f"was ended by {signal.Signals(-failure.exitcode).name}"
-        if failure.exitcode < 0
-        else f"exited with code {failure.exitcode}"
-    )
-    text = f"the process of stage {j} (pid {pids[j]}, host {socket.gethostname()}) {how}"
-    with suppress(OSError):
-        with open(ended.stderrs[j], errors="replace") as file:
-            last = "".join(file.readlines()[-20:]).strip()
-        text += f"; the last it printed:\n{last}\n" if last else ""
-    return text
+def _how_it_ended(pid: int) -> str | None:
+    """What the kernel says of a child; it stays there to be reaped by whoever started it."""
+    try:
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return "has ended"
+    if end is None:
+        return None
+    if end.si_code == os.CLD_EXITED:
+        return f"exited with code {end.si_status}"
+    return f"was ended by {signal.Signals(end.si_status).name}"
+
+
+def _obituary(j: int, pid: int, how: str, stderr: str) -> str:
+    with open(stderr, errors="replace") as file:
+        last = "".join(file.readlines()[-20:]).strip()
+    text = f"the process of stage {j} (pid {pid}, host {socket.gethostname()}) {how}"
+    return text + (f"; the last it printed:\n{last}\n" if last else "")
+
+
+# ------------------------------------------------------------- in a process that run started
+
+_STAGE_PROGRAM = """
+import json, sys
+life = json.loads(sys.argv[1])
+sys.path[:] = life["main"]["sys_path"]
+from rpcpipe.run import _live
+_live(**life)
+"""
+
+
+def _preparation() -> dict[str, Any]:
+    """What another process needs to import the script, if there is one in a file."""
+    main = spawn.get_preparation_data("stage")
+    del main["authkey"]
+    if not os.path.exists(main.get("init_main_from_path", "")):
+        main.pop("init_main_from_path", None)
+    return main
+
+
+def _live(main: dict[str, Any], stages: int, rank: int, port: int, driver: int) -> None:
+    """The life of a stage process."""
+    threading.Thread(target=_die_with, args=(driver,), daemon=True).start()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    _import_main(main)
+    layout = Layout(stages, 1, dedicated=True)
+    process = Process.here(rank, rank - layout.dedicated, stages)
+    with transport.loopback(), _joined(layout, process, _connect(port)):
+        pass
+
+
+def _die_with(driver: int) -> None:
+    while os.getppid() == driver:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _import_main(main: dict[str, Any]) -> None:
+    """Import the script, so that classes it defines are known here."""
+    global _importing_main
+    _importing_main = True
+    spawn.prepare(main)
+    _importing_main = False
 
 
 # --------------------------------------------------------------------------------------- roles
@@ -273,7 +394,7 @@ def _joined(
     layout: Layout,
     process: Process,
     store: dist.Store,
-    orphaned: Callable[[], bool] = lambda: False,
+    before_leaving: Callable[[], None] = lambda: None,
 ) -> Iterator[World | None]:
     """Be in the RPC world of this process's pipeline.
 
@@ -281,32 +402,63 @@ def _joined(
     """
     rank = process.rank
     if layout.stage(rank) is not None:
-        torch.set_num_threads(process.threads)
-        with suppress(RuntimeError):  # parallel work has been done already: it stays as it is
-            torch.set_num_interop_threads(max(ENGINE_THREADS, torch.get_num_interop_threads()))
+        _set_threads(process.threads)
     process.tell(store)
     replica = layout.replica(rank)
     per_pipeline = layout.ranks_per_pipeline
     ours = range(replica * per_pipeline, (replica + 1) * per_pipeline)
     job = store.get("job").decode()
     own_store = dist.PrefixStore(f"rpc/{replica}", store)
-    transport.join(worker_name(job, rank), rank - ours[0], per_pipeline, own_store)
-    meet = None
-    try:
-        if not layout.is_driver(rank):
-            if transport.serve(orphaned):
-                meet = functools.partial(_meet, own_store, per_pipeline)
-            yield None
-            return
-        world = World(layout, rank, job, {r: Process.hear(store, r) for r in ours})
-        logger.info("%s", world)
-        try:
-            yield world
-        finally:
-            transport.dismiss([worker_name(job, r) for r in ours if r != rank])
-            meet = functools.partial(_meet, own_store, per_pipeline)
-    finally:
+    meet = functools.partial(_meet, own_store, per_pipeline)
+
+    def take_leave() -> None:
+        before_leaving()
+        transport.dismiss([worker_name(job, r) for r in ours if r != rank])
         transport.leave(meet)
+
+    transport.join(worker_name(job, rank), rank - ours[0], per_pipeline, own_store)
+    try:
+        if layout.is_driver(rank):
+            world = World(layout, rank, job, {r: Process.hear(store, r) for r in ours})
+            logger.info("%s", world)
+            with _leading(take_leave):
+                yield world
+        else:
+            _warm_up()
+            transport.serve()
+            transport.leave(meet)
+            yield None
+    finally:
+        transport.leave(None)
+
+
+@contextmanager
+def _leading(take_leave: Callable[[], None]) -> Iterator[None]:
+    """Take leave of the other processes in the end, unless that is not the time for it."""
+    try:
+        yield
+    except (StageLost, KeyboardInterrupt, _Terminated):
+        raise  # whoever started the others ends them
+    except BaseException:
+        with suppress(StageLost):
+            take_leave()
+        raise
+    take_leave()
+
+
+def _set_threads(threads: int) -> None:
+    torch.set_num_threads(threads)
+    with suppress(RuntimeError):  # parallel work has been done already: it stays as it is
+        torch.set_num_interop_threads(max(ENGINE_THREADS, torch.get_num_interop_threads()))
+
+
+def _warm_up() -> None:
+    """Import what torch (2.13) does in the first backward pass that is given gradients.
+
+    That is half a second; in a backward pass, the stages would spend it one after the other.
+    """
+    with suppress(ImportError):
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 def _meet(store: dist.Store, world_size: int, point: str) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future as Slot
 from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
@@ -19,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from rpcpipe import batchnorm, boundary, checkpoint, transport
 from rpcpipe.errors import Failure, StageLost
-from rpcpipe.mailbox import Mailbox, Name, Parcel
+from rpcpipe.mailbox import Mailbox, Name, Parcel, require_picklable
 from rpcpipe.schedule import Program, Task
 from rpcpipe.skip.namespace import Key
 from rpcpipe.skip.store import SkipStore, use_store
@@ -39,7 +42,7 @@ class Order:
     program: Program
     grad: bool  # a backward pass may follow
     inference: bool
-    collect: bool  # gradients of parameters go to the autograd context and not to .grad
+    context: int | None  # autograd context that parameters' gradients go to, and not to .grad
     training: bool
     autocast: checkpoint.AutocastState
 
@@ -102,8 +105,10 @@ class _Run:
         self.recomputed = {i for kind, i in order.program if kind == "R"}
         self.cursor = 0
         self.announced = False
+        self.over = False
         self.token = boundary.first_token() if order.grad else None
         self.kept: dict[int, _Kept] = {}
+        self.collected: dict[Tensor, Tensor] = {}  # gradients that do not go to .grad
         self.received: list[dict[Name, Slot[Any]]] = [
             {name: Slot() for name in names} for _ in range(order.m)
         ]
@@ -113,18 +118,41 @@ class _Run:
     def arrive(self, i: int, gradients: boundary.Gradients) -> None:
         _settle(self.gradients[i], gradients)
 
-    def depart(self, i: int) -> boundary.Gradients:
+    def depart(self, i: int) -> boundary.Gradients | None:
         return self.departures[i].result()  # type: ignore[no-any-return]
 
     def abort(self, why: str) -> None:
-        """Let everybody who waits for this run, now or later, have an exception instead."""
-        self.cursor = len(self.order.program)
+        """Let everybody who waits for this run, now or later, have an exception instead.
+
+        On any thread: what the compute thread may be working on is left to it, see `forget`.
+        """
+        self.over = True
         slots = [slot for slots in self.received for slot in slots.values()]
         for slot in [*slots, *self.gradients, *self.departures]:
             with suppress(InvalidStateError):
                 slot.set_exception(_Dropped(why))
+
+    def give_up(self) -> None:
+        """End the backward pass here; stages before this one have no gradients to expect."""
+        self.over = True
+        for slot in self.departures:
+            _settle(slot, None)
+
+    def forget(self) -> None:
         self.kept.clear()
+        self.collected = {}
         self.token = None
+
+
+class _Collector:
+    """The gradients one autograd context is to get from this stage; as long-lived as that."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[Tensor, Tensor] = {}
+
+    def take(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        found, self.gradients = self.gradients, {}
+        return [found.get(parameter) for parameter in parameters]
 
 
 class Stage:
@@ -147,6 +175,9 @@ class Stage:
         self.extras: dict[str, Any] = {}  # optimizers and the like, which belong to other rooms
         self._mailbox = Mailbox()
         self._runs: dict[int, _Run] = {}
+        self._collectors: weakref.WeakValueDictionary[int, _Collector] = (
+            weakref.WeakValueDictionary()
+        )
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(
             target=_compute, args=(self._jobs, threads), name=f"stage {index}", daemon=True
@@ -189,11 +220,21 @@ class Stage:
             self._jobs.put(lambda: self.ties.set_aside(self.module))
             self._jobs.put(lambda: self._advance(run))
 
+    def collect(self, context: int, token: Tensor) -> Tensor:
+        """Have the gradients of this context's steps delivered to it when it reaches the token.
+
+        Called inside of the context. It keeps the node, and that keeps the collector.
+        """
+        collector = self._collectors[context] = _Collector()
+        parameters = self.trainable()
+        return boundary.deliver(token, parameters, lambda: collector.take(parameters))
+
     def drop(self, step: int, why: Failure) -> None:
         """Forget everything of a step."""
         run = self._runs.pop(step, None)
         if run is not None:
             run.abort(why.message)
+            self._jobs.put(run.forget)
         self._mailbox.drop(step, why)
         self._jobs.put(self._discard)
         self._jobs.put(lambda: self.ties.restore(self.module))
@@ -242,44 +283,50 @@ class Stage:
         order = run.order
         modes = torch.inference_mode(order.inference), torch.set_grad_enabled(order.grad)
         with modes[0], modes[1], self.own_rng():
-            while run.cursor < len(order.program):
+            while run.cursor < len(order.program) and not run.over:
                 task = order.program[run.cursor]
                 if task.kind != "F" and not run.announced:
                     return
                 run.cursor += 1
-                self._execute(run, task)
+                with suppress(_Dropped):
+                    self._execute(run, task)
+        run.forget()
         self._runs.pop(order.step, None)
 
     def _execute(self, run: _Run, task: Task) -> None:
+        kind, i = task
         kinds = {"F": self._forward, "R": self._recompute, "B": self._backward}
-        # Once a step is dropped its remaining tasks are not executed (see _Run.abort).
-        with suppress(_Dropped):
-            kinds[task.kind](run, task)
+        phases = {"F": "forward", "R": "recompute", "B": "backward"}
+        try:
+            kinds[kind](run, i)
+        except _Dropped:
+            raise
+        except BaseException as exc:
+            failure = Failure.capture(exc).at(self.index, i, phases[kind])
+            if kind == "F":
+                self._fail_forward(run, i, failure)
+            else:
+                self._fail_backward(run, failure)
 
     @contextmanager
-    def _timed(self, run: _Run, task: Task) -> Iterator[None]:
+    def _timed(self, run: _Run, kind: str, i: int) -> Iterator[None]:
         """Put a task into the record, without the time it waited."""
         start = time.monotonic()
         yield
         if self.events is not None:
-            self.events.append(Event(run.order.step, task, start, time.monotonic()))
+            self.events.append(Event(run.order.step, Task(kind, i), start, time.monotonic()))
 
-    def _forward(self, run: _Run, task: Task) -> None:
-        i = task.i
+    def _forward(self, run: _Run, i: int) -> None:
         received = {name: slot.result() for name, slot in run.received[i].items()}
         run.received[i] = {}
         for value in received.values():
             if isinstance(value, Failure):
                 self._fail_forward(run, i, value)
                 return
-        try:
-            with self._timed(run, task):
-                handed_on = self._forward_and_keep(run, i, received)
-                if i == run.order.m - 1:
-                    batchnorm.commit(self.module)
-        except BaseException as exc:
-            self._fail_forward(run, i, Failure.capture(exc).at(self.index, i, "forward"))
-            return
+        with self._timed(run, "F", i):
+            handed_on = self._forward_and_keep(run, i, received)
+            if i == run.order.m - 1:
+                batchnorm.commit(self.module)
         for name, value in handed_on.items():
             self._mailbox.put(run.order.step, i, name, value)
 
@@ -335,9 +382,7 @@ class Stage:
     ) -> Values:
         """Put the stage's boundary between what was received and what is sent."""
         assert run.token is not None
-        entering = boundary.received(_tensors(received))
-        entering += self.trainable() if run.order.collect else []
-        run.token = boundary.enter(run, i, run.token, entering)
+        run.token = boundary.enter(run, i, run.token, boundary.received(_tensors(received)))
         leaves, spec = pytree.tree_flatten(sent)
         differentiable = [out.requires_grad for out in outputs] + [True]  # the tail, if any
         where = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -351,43 +396,41 @@ class Stage:
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def _fail_forward(self, run: _Run, i: int, failure: Failure) -> None:
-        """Answer this micro-batch and those after it by the failure, and give the step up."""
-        run.abort(failure.message)
+        """Answer this micro-batch and those after it by the failure, and give the step up.
+
+        A later one may bring the failure of a stage before, which may be earlier in the schedule:
+        the driver is to hear of that as well.
+        """
         for k in range(i, run.order.m):
+            received = [slot.result() for slot in run.received[k].values()]
+            answer = next((v for v in received if isinstance(v, Failure)), failure)
             for name in (None, *self._exports):
-                self._mailbox.put(run.order.step, k, name, failure)
+                self._mailbox.put(run.order.step, k, name, answer)
+        run.abort(failure.message)
         self._discard()
 
     def _discard(self) -> None:
         batchnorm.discard(self.module)
 
-    def _recompute(self, run: _Run, task: Task) -> None:
-        kept = run.kept[task.i]
-        try:
-            now = checkpoint.RngState.capture(self.device)
-            kept.rng.restore()
-            with self._timed(run, task), self._frozen, checkpoint.phase(recomputing=True):
-                kept.outputs = _tensors(
-                    self._compute_partition(run.order, task.i, kept, spare=False)
-                )
-            now.restore()
-        except BaseException as exc:
-            self._fail_backward(run, task.i, "recompute", exc)
+    def _recompute(self, run: _Run, i: int) -> None:
+        kept = run.kept[i]
+        now = checkpoint.RngState.capture(self.device)
+        kept.rng.restore()
+        with self._timed(run, "R", i), self._frozen, checkpoint.phase(recomputing=True):
+            kept.outputs = _tensors(self._compute_partition(run.order, i, kept, spare=False))
+        now.restore()
 
-    def _backward(self, run: _Run, task: Task) -> None:
-        i = task.i
+    def _backward(self, run: _Run, i: int) -> None:
         gradients = run.gradients[i].result()
         kept = run.kept.pop(i)
-        try:
-            with self._timed(run, task):
-                departing = self._gradients(run.order, kept, gradients)
-        except BaseException as exc:
-            self._fail_backward(run, i, "backward", exc)
-            return
+        with self._timed(run, "B", i):
+            departing = self._gradients(run, kept, gradients)
+        if run.order.context is not None and run.cursor == len(run.order.program):
+            _add(self._collectors[run.order.context].gradients, run.collected)
         _settle(run.departures[i], departing)
 
     def _gradients(
-        self, order: Order, kept: _Kept, gradients: boundary.Gradients
+        self, run: _Run, kept: _Kept, gradients: boundary.Gradients
     ) -> list[Tensor | None]:
         """The local backward pass; returns the gradients of what the boundary was entered with."""
         assert kept.outputs is not None
@@ -398,29 +441,50 @@ class Stage:
         ]
         outputs, seeds = [end[0] for end in ends], [end[1] for end in ends]
         inputs = kept.inputs()
-        wanted = [*inputs, *(self.trainable() if order.collect else [])]
         if not ends:
-            return [None] * len(wanted)
+            return [None] * len(inputs)
         found: Sequence[Tensor | None]
-        if order.collect:
-            found = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
-        else:
+        if run.order.context is None:
             torch.autograd.backward(outputs, seeds)
             found = [leaf.grad for leaf in inputs]
+        else:
+            parameters = self.trainable()
+            all_found = torch.autograd.grad(
+                outputs, [*inputs, *parameters], seeds, allow_unused=True
+            )
+            found, of_parameters = all_found[: len(inputs)], all_found[len(inputs) :]
+            _add(run.collected, dict(zip(parameters, of_parameters, strict=True)))
         return [None if g is None else _sendable(g) for g in found]
 
-    def _fail_backward(self, run: _Run, i: int, phase: str, exc: BaseException) -> None:
-        """Tell the driver, then give the step up: the driver must know before the engine does."""
-        failure = Failure.capture(exc).at(self.index, i, phase)
+    def _fail_backward(self, run: _Run, failure: Failure) -> None:
+        """Tell the driver, then give the step up: the driver must know before the engine does.
+
+        The backward pass of the others goes on, without gradients from here: one of them may
+        fail earlier in the schedule. The driver raises when it is over. Nothing is raised inside
+        of the engine: distributed autograd does not survive that well, see `test_bugs`.
+        """
         with suppress(StageLost):
             transport.wait(self._driver.call("report", run.order.step, failure), "the driver")
-        run.abort(failure.message)
+        run.give_up()
+
+
+def _add(total: dict[Tensor, Tensor], gradients: Mapping[Tensor, Tensor | None]) -> None:
+    # Not in place: autograd may have given the same tensor to several parameters.
+    for parameter, gradient in gradients.items():
+        if gradient is not None:
+            before = total.get(parameter)
+            total[parameter] = gradient if before is None else before + gradient
 
 
 def _compute(jobs: queue.SimpleQueue[Callable[[], None] | None], threads: int) -> None:
     torch.set_num_threads(threads)
     while job := jobs.get():
-        job()
+        try:
+            job()
+        except BaseException:
+            # Every later job would wait for this thread. The loss of a process is noticed.
+            traceback.print_exc()
+            os._exit(1)
         del job  # a job holds its stage, which must be free to go while none is left
 
 
@@ -446,6 +510,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _pack(results: Values, grad: bool) -> Values:
     """Results as they are sent: the stage's value as the arguments of the next one."""
+    require_picklable(results)
     sent = pytree.tree_map_only(Tensor, _sendable, results)
     value = sent.pop(None)
     bare = grad and not any(t.requires_grad for t in _tensors(results[None]))

@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +49,8 @@ __all__ = [
 T = TypeVar("T")
 
 _SCHEME = "rpcpipe"
+_THREAD = "rpcpipe transport"
+_OVER = "the world this pipe belongs to is over: run() has returned"
 _FIRST = 2**62  # a sequence number no forward operation reaches
 
 _objects: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -56,6 +59,7 @@ _store: dist.Store | None = None
 _rrefs_work = True  # whether the RRef context of this process belongs to the world it is in
 _dismissed = threading.Event()
 _remotes: weakref.WeakSet[Remote] = weakref.WeakSet()
+_tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 _chores: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
 
 
@@ -107,7 +111,7 @@ def join(name: str, rank: int, world_size: int, store: dist.Store) -> None:
         _store = None
     _loss = _Loss()
     _dismissed.clear()
-    threading.Thread(target=_do_chores, name="rpcpipe chores", daemon=True).start()
+    threading.Thread(target=_do_chores, name=_THREAD, daemon=True).start()
     # The timeout would bound a whole backward pass, however long the stages compute. Given to
     # init_rpc, 0 would time out at once.
     rpc._set_rpc_timeout(0)
@@ -154,13 +158,27 @@ def leave(meet: Callable[[str], None] | None) -> None:
         remote.close()
     _kept.clear()
     if meet is None:
-        rpc.shutdown(graceful=False)
+        with _silence():
+            _end_threads(0.2)
+            rpc.shutdown(graceful=False)
+            _end_threads(2.0)
         return
+    _end_threads(2.0)
     meet("everybody leaves")
     with _silence():
         meet("everybody is silent")
         rpc.shutdown(graceful=False)
         meet("everybody has left")
+
+
+def _end_threads(seconds: float) -> None:
+    """Wait for threads that call torch: the interpreter cannot end while one is in there."""
+    for tape in list(_tapes):
+        tape.close()
+    deadline = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if thread.name == _THREAD and thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 @contextmanager
@@ -223,6 +241,11 @@ def loopback() -> Iterator[None]:
 # --------------------------------------------------------------------------------------- calls
 
 
+def _require_world() -> None:
+    if not rpc._is_current_rpc_agent_set():
+        raise RuntimeError(_OVER)
+
+
 class Remote:
     """An object in a process of this world: its owner, its key there, and an RRef that keeps it.
 
@@ -248,7 +271,7 @@ class Remote:
         A method that returns a ``Future`` is answered when that completes.
         """
         if not self._key:
-            raise RuntimeError("the world this pipe was made in is over: run() has returned")
+            raise RuntimeError(_OVER)
         answer: Future[Any] = rpc.rpc_async(self._owner, _dispatch, args=(self._key, method, args))
         return answer
 
@@ -303,6 +326,7 @@ def _let_go(key: str) -> None:
 
 def publish(obj: Any) -> Remote:
     """Make a local object callable from other processes, while the caller keeps it."""
+    _require_world()
     key = uuid.uuid4().hex
     _objects[key] = obj
     return Remote(rpc.get_worker_info().name, key, rpc.RRef(obj) if _rrefs_work else None)
@@ -386,8 +410,12 @@ class Tape:
     """
 
     def __init__(self) -> None:
+        _require_world()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=_hold_context, args=(self._jobs,), daemon=True).start()
+        _tapes.add(self)
+        threading.Thread(
+            target=_hold_context, args=(self._jobs,), name=_THREAD, daemon=True
+        ).start()
         self.context_id = self.run(_current_id)
 
     def run(self, fn: Callable[..., T], *args: Any) -> T:
@@ -417,11 +445,14 @@ class Tape:
         """Release the context on all processes. May be called at any time, from any thread."""
         self._jobs.put(None)  # reentrant: also safe in a finalizer
 
-    __del__ = close
+    def __del__(self) -> None:
+        if hasattr(self, "_jobs"):
+            self.close()
 
 
 def _hold_context(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    with dist_autograd.context():
+    # Leaving the context fails if the world has ended before.
+    with contextlib.suppress(RuntimeError), dist_autograd.context():
         while job := jobs.get():
             job()
             del job
