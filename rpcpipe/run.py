@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
-from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
 from rpcpipe import transport
 from rpcpipe.errors import StageLost
@@ -262,6 +262,7 @@ class _StageProcesses:
                     self._watch(children)
                 finally:
                     children.close(signal.SIGTERM, END_TIMEOUT)
+                    _close_logs(children)
             except Exception as exc:
                 self._lost = f"the stage processes could not be started: {exc!r}"
             finally:
@@ -318,6 +319,15 @@ def _elastic_is_silent() -> Iterator[None]:
         yield
     finally:
         elastic.removeFilter(is_other)
+
+
+def _close_logs(children: PContext) -> None:
+    """Close what elastic (torch 2.13) leaves open of processes that have ended by themselves."""
+    assert isinstance(children, SubprocessContext)
+    for handler in children.subprocess_handlers.values():
+        for file in (handler._stdout, handler._stderr):
+            if file is not None:
+                file.close()
 
 
 def _how_it_ended(pid: int) -> str | None:
