@@ -16,6 +16,10 @@ graph. Each stage adds two nodes a micro-batch; the arrows are the backward pass
     runs through all micro-batches (the paper's fork/join dependency, section 3.2), so that of a
     mini-batch only one Depart at a time can wait, and so occupy one of the engine's threads.
 
+Distributed autograd sends zeros where there is no gradient, and an optimizer does not do the same
+with zeros as with ``None`` (weight decay, momentum). So "none" travels as a NaN of its own, and
+is ``None`` again at its destination: see `mark`.
+
 Every tensor received with a gradient passes through Depart and every micro-batch is on the
 token's chain; hence every send takes part in the backward pass, whatever the loss used. FAST mode
 waits for all of them.
@@ -40,9 +44,11 @@ __all__ = [
     "enter",
     "first_token",
     "leave",
+    "mark",
     "received",
     "root",
     "tie",
+    "unmark",
 ]
 
 Gradients = Sequence[Tensor | None]
@@ -83,7 +89,7 @@ def leave(
 class _Depart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Arrivals, i: int, token: Tensor, *entering: Tensor) -> Tensor:
-        ctx.run, ctx.i, ctx.n = run, i, len(entering)
+        ctx.run, ctx.i, ctx.like = run, i, [(t.shape, t.dtype) for t in entering]
         ctx.set_materialize_grads(False)
         return token.new_zeros(0)
 
@@ -91,7 +97,9 @@ class _Depart(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None) -> Any:
         gradients = ctx.run.depart(ctx.i)
-        return None, None, None, *([None] * ctx.n if gradients is None else gradients)
+        if gradients is None:
+            gradients = [None] * len(ctx.like)
+        return None, None, None, *map(mark, gradients, *zip(*ctx.like, strict=True))
 
 
 class _Arrive(torch.autograd.Function):
@@ -115,13 +123,11 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.run.arrive(ctx.i, gradients)
+        ctx.run.arrive(ctx.i, [unmark(gradient) for gradient in gradients])
         return None, None, None, None, *[None] * ctx.n
 
 
-def deliver(
-    token: Tensor, parameters: Sequence[Tensor], take: Callable[[], Gradients]
-) -> Tensor:
+def deliver(token: Tensor, parameters: Sequence[Tensor], take: Callable[[], Gradients]) -> Tensor:
     """A node that gives ``parameters`` their gradients by way of autograd; returns its token.
 
     Args:
@@ -187,8 +193,9 @@ class _Tie(torch.autograd.Function):
 
 def root(ends: Sequence[Tensor], gradients: Gradients) -> Tensor:
     """A scalar to start a distributed backward pass from, which gives ``ends`` these gradients."""
+    marked = [mark(g, end.shape, end.dtype) for g, end in zip(gradients, ends, strict=True)]
     with torch.enable_grad():  # also from within another backward pass
-        (scalar,) = tie(lambda: (torch.zeros(()),), lambda _: gradients, (True,), ends)
+        (scalar,) = tie(lambda: (torch.zeros(()),), lambda _: marked, (True,), ends)
     return scalar
 
 
@@ -199,19 +206,57 @@ def received(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+_NONE = {  # quiet NaNs with a payload that no arithmetic gives
+    torch.float64: (torch.int64, 0x7FF8_0000_0000_DEAD),
+    torch.float32: (torch.int32, 0x7FC0_DEAD),
+    torch.float16: (torch.int16, 0x7EAD),
+    torch.bfloat16: (torch.int16, 0x7FED),
+}
+
+
+def mark(gradient: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+    """The gradient, or for ``None`` what stands for it on its way to another process."""
+    real = dtype.to_real() if dtype.is_complex else dtype
+    if gradient is not None or real not in _NONE:
+        return gradient
+    bits, value = _NONE[real]
+    if dtype.is_complex:
+        return torch.view_as_complex(torch.full((*shape, 2), value, dtype=bits).view(real))
+    return torch.full(shape, value, dtype=bits).view(dtype)
+
+
+def unmark(gradient: Tensor | None) -> Tensor | None:
+    """The inverse of `mark`."""
+    if gradient is None or gradient.numel() == 0:
+        return gradient
+    first = gradient[(0,) * gradient.dim()]
+    first = torch.view_as_real(first)[0] if first.is_complex() else first
+    if first.dtype not in _NONE:
+        return gradient
+    bits, value = _NONE[first.dtype]
+    return None if first.view(bits).item() == value else gradient
+
+
 class _Alias(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        ctx.leaf = leaf
+        ctx.set_materialize_grads(False)
+        return leaf.detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: Tensor | None) -> None:
+        # Put there as it is. Accumulated, it would get the strides of the leaf, and the layers
+        # before might add it up in another order.
+        ctx.leaf.grad = gradient
 
 
 def alias(leaf: Tensor) -> Tensor:
-    """The same memory, not as a leaf, so that a layer may work on it in place."""
+    """The same memory, not as a leaf, so that a layer may work on it in place.
+
+    The backward pass replaces ``leaf.grad``.
+    """
     if not leaf.requires_grad:
         return leaf
     return _Alias.apply(leaf)  # type: ignore[no-any-return, no-untyped-call]

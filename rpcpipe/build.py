@@ -27,6 +27,7 @@ class Part:
         initial_seed: of the whole model; layers and stages derive theirs from it.
         seed: of what layers draw while they run, see `Partition`.
         deferred: whether batch norm counts mini-batches and not micro-batches.
+        training: the whole model's mode, from which single layers may differ.
     """
 
     blob: bytes
@@ -34,6 +35,7 @@ class Part:
     initial_seed: int
     seed: int | None
     deferred: bool
+    training: bool
 
 
 def build(stage: Stage, part: Part) -> None:
@@ -49,7 +51,7 @@ def build(stage: Stage, part: Part) -> None:
     before.restore()
     partition = Partition(OrderedDict(layers))
     partition.first, partition.seed = part.first, part.seed
-    partition.training = any(layer.training for layer in layers.values())
+    partition.training = part.training  # only when the driver's changes, that of the layers does
     if part.deferred:
         convert_deferred_batch_norm(partition)
     stage.adopt(partition, own)

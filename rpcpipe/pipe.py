@@ -148,7 +148,7 @@ class Pipe(nn.Module):
         start = torch.initial_seed()
         self._build(
             [
-                Part(blob, first, start, seed, deferred_batch_norm)
+                Part(blob, first, start, seed, deferred_batch_norm, self.training)
                 for blob, first in zip(blobs, firsts, strict=False)
             ]
         )
@@ -156,14 +156,15 @@ class Pipe(nn.Module):
     # ---------------------------------------------------------------------------- construction
 
     def _connect(self, skips: SkipLayout) -> None:
+        # The pipe alone keeps them alive. Those that hold each other would stay for ever.
+        port, stages = self._remote_port.borrowed(), [s.borrowed() for s in self._stages]
         answers = []
         for j, stage in enumerate(self._stages):
-            previous = self._stages[j - 1] if j else self._remote_port
-            sources: dict[Name, transport.Remote] = {None: previous}
-            sources.update({key: self._stages[k] for key, k in skips.imports(j)})
+            sources: dict[Name, transport.Remote] = {None: stages[j - 1] if j else port}
+            sources.update({key: stages[k] for key, k in skips.imports(j)})
             exports = [key for key, _ in skips.exports(j)]
-            ties = tied.Ties(j, self._ties, self._stages)
-            answers.append(stage.call("connect", self._remote_port, sources, exports, ties))
+            ties = tied.Ties(j, self._ties, stages)
+            answers.append(stage.call("connect", port, sources, exports, ties))
         self._collect(answers, "connect the stages")
 
     def _build(self, parts: Sequence[Part]) -> None:
@@ -398,7 +399,7 @@ class _Step:
             grad = self.order.grad and tensor.requires_grad
             tensor = tensor.detach()
             if tensor.untyped_storage().nbytes() > tensor.nbytes:
-                tensor = tensor.clone(memory_format=torch.contiguous_format)
+                tensor = tensor.clone()
             return tensor.to("cpu").requires_grad_(grad)
 
         args, kwargs = pytree.tree_map_only(Tensor, send, batch)
@@ -465,7 +466,7 @@ class _Step:
         values = self.forward()
         tokens = [boundary.first_token(), *self._collectors(self.order.context)]
 
-        def spread(gradients: boundary.Gradients) -> list[Tensor]:
+        def spread(gradients: boundary.Gradients) -> list[Tensor | None]:
             return [*map(torch.zeros_like, tokens), *self._backward(gradients)]
 
         return self._tie(values, spread, [*tokens, *sources])
@@ -490,7 +491,7 @@ class _Step:
             leaves[k] = result
         return pytree.tree_unflatten(leaves, spec)
 
-    def _backward(self, gradients: boundary.Gradients) -> list[Tensor]:
+    def _backward(self, gradients: boundary.Gradients) -> list[Tensor | None]:
         """Run the backward programs; returns the gradients of the inputs."""
         if not self._live:
             raise RuntimeError(
@@ -516,13 +517,16 @@ class _Step:
         self._finish()
         return self._input_gradients(found)
 
-    def _input_gradients(self, found: list[Tensor | None]) -> list[Tensor]:
-        rows = iter(found)
-        grads = [
-            [torch.zeros_like(leaf) if (g := next(rows)) is None else g for leaf in row]
-            for row in self._leaves
+    def _input_gradients(self, found: list[Tensor | None]) -> list[Tensor | None]:
+        """Those of the micro-batches put together; ``None`` where no micro-batch has any."""
+        gradients = map(boundary.unmark, found)
+        rows = [[(next(gradients), leaf) for leaf in row] for row in self._leaves]
+        return [
+            torch.cat([torch.zeros_like(leaf) if g is None else g for g, leaf in column])
+            if any(g is not None for g, _ in column)
+            else None
+            for column in zip(*rows, strict=True)
         ]
-        return [torch.cat(column) for column in zip(*grads, strict=True)]
 
     def _announce(self) -> None:
         """Tell the stages that the backward pass begins; not waited for."""
@@ -590,7 +594,7 @@ def _split(gradient: Tensor | None, shapes: Sequence[_Shape]) -> Sequence[Tensor
         pieces = gradient.unbind()
     else:
         pieces = gradient.split([shape.rows or 0 for shape in shapes])
-    return [p.clone(memory_format=torch.contiguous_format) for p in pieces]
+    return [p.clone() for p in pieces]
 
 
 def _with_program(order: Order, program: schedule.Program) -> Order:

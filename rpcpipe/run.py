@@ -89,12 +89,15 @@ def run(
             'if __name__ == "__main__":'
         )
     check_counts(stages, replicas, driver)
+    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if launched:
+        layout = Layout.of(int(os.environ["WORLD_SIZE"]), stages, replicas, driver)
+    else:
+        layout = Layout(_count_stages(stages, replicas), 1, dedicated=True)
     if not _running.acquire(blocking=False):
         raise RuntimeError("run() is under way in this process; it can be in one run at a time")
     try:
-        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            return _run_launched(fn, args, stages, replicas, driver)
-        return _run_here(fn, args, _count_stages(stages, replicas))
+        return (_run_launched if launched else _run_here)(fn, args, layout)
     finally:
         _running.release()
 
@@ -114,11 +117,8 @@ def _count_stages(stages: int | None, replicas: int) -> int:
 # ------------------------------------------------------------------------ under a launcher
 
 
-def _run_launched(
-    fn: Callable[..., T], args: tuple[Any, ...], stages: int | None, replicas: int, driver: str
-) -> T | None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    layout = Layout.of(world_size, stages, replicas, driver)
+def _run_launched(fn: Callable[..., T], args: tuple[Any, ...], layout: Layout) -> T | None:
+    rank, world_size = int(os.environ["RANK"]), layout.world_size
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"rpcpipe/{attempt}/{next(_launched_runs)}", _launchers_store())
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
@@ -145,8 +145,7 @@ def _launchers_store() -> dist.Store:
 # ----------------------------------------------------------------------------- a plain script
 
 
-def _run_here(fn: Callable[..., T], args: tuple[Any, ...], stages: int) -> T:
-    layout = Layout(stages, 1, dedicated=True)
+def _run_here(fn: Callable[..., T], args: tuple[Any, ...], layout: Layout) -> T:
     with ExitStack() as stack:
         stack.enter_context(_terminating_by_exception())
         processes = stack.enter_context(_stage_processes(layout))
@@ -155,7 +154,7 @@ def _run_here(fn: Callable[..., T], args: tuple[Any, ...], stages: int) -> T:
             store = processes.store()
             store.set("job", uuid.uuid4().hex)
             processes.await_told(store)
-            process = Process.here(0, 0, stages)
+            process = Process.here(0, 0, layout.stages)
             joined = _joined(layout, process, store, processes.let_go)
             world = stack.enter_context(joined)
         assert world is not None

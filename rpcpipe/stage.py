@@ -148,11 +148,14 @@ class _Collector:
     """The gradients one autograd context is to get from this stage; as long-lived as that."""
 
     def __init__(self) -> None:
-        self.gradients: dict[Tensor, Tensor] = {}
+        self.steps: dict[int, dict[Tensor, Tensor]] = {}
 
     def take(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        found, self.gradients = self.gradients, {}
-        return [found.get(parameter) for parameter in parameters]
+        steps, self.steps = self.steps, {}
+        total: dict[Tensor, Tensor] = {}
+        for gradients in steps.values():
+            _add(total, gradients)
+        return [total.get(parameter) for parameter in parameters]
 
 
 class Stage:
@@ -216,9 +219,7 @@ class Stage:
         """The backward pass has begun: what can be done before a gradient arrives may be."""
         run = self._runs.get(step)
         if run is not None:
-            run.announced = True
-            self._jobs.put(lambda: self.ties.set_aside(self.module))
-            self._jobs.put(lambda: self._advance(run))
+            self._jobs.put(lambda: self._begin_backward(run))
 
     def collect(self, context: int, token: Tensor) -> Tensor:
         """Have the gradients of this context's steps delivered to it when it reaches the token.
@@ -235,6 +236,8 @@ class Stage:
         if run is not None:
             run.abort(why.message)
             self._jobs.put(run.forget)
+        for collector in list(self._collectors.values()):
+            collector.steps.pop(step, None)
         self._mailbox.drop(step, why)
         self._jobs.put(self._discard)
         self._jobs.put(lambda: self.ties.restore(self.module))
@@ -277,6 +280,14 @@ class Stage:
     def exchange_ties(self, step: int) -> None:
         """After the backward pass: add up the gradients of parameters that other stages hold."""
         self.ties.exchange(self.module, step, self._mailbox.put)
+
+    def _begin_backward(self, run: _Run) -> None:
+        if not run.over:
+            # Here and not where it is announced: this thread may still be at the end of the
+            # forward program, and would go on before the gradients are set aside.
+            self.ties.set_aside(self.module)
+            run.announced = True
+            self._advance(run)
 
     def _advance(self, run: _Run) -> None:
         """Execute the program up to its end, or to where it waits for the backward pass."""
@@ -426,7 +437,7 @@ class Stage:
         with self._timed(run, "B", i):
             departing = self._gradients(run, kept, gradients)
         if run.order.context is not None and run.cursor == len(run.order.program):
-            _add(self._collectors[run.order.context].gradients, run.collected)
+            self._collectors[run.order.context].steps[run.order.step] = run.collected
         _settle(run.departures[i], departing)
 
     def _gradients(
@@ -443,18 +454,13 @@ class Stage:
         inputs = kept.inputs()
         if not ends:
             return [None] * len(inputs)
-        found: Sequence[Tensor | None]
         if run.order.context is None:
             torch.autograd.backward(outputs, seeds)
-            found = [leaf.grad for leaf in inputs]
         else:
             parameters = self.trainable()
-            all_found = torch.autograd.grad(
-                outputs, [*inputs, *parameters], seeds, allow_unused=True
-            )
-            found, of_parameters = all_found[: len(inputs)], all_found[len(inputs) :]
-            _add(run.collected, dict(zip(parameters, of_parameters, strict=True)))
-        return [None if g is None else _sendable(g) for g in found]
+            found = torch.autograd.grad(outputs, [*parameters, *inputs], seeds, allow_unused=True)
+            _add(run.collected, dict(zip(parameters, found, strict=False)))
+        return [None if leaf.grad is None else _sendable(leaf.grad) for leaf in inputs]
 
     def _fail_backward(self, run: _Run, failure: Failure) -> None:
         """Tell the driver, then give the step up: the driver must know before the engine does.
@@ -530,5 +536,5 @@ def _sendable(tensor: Tensor) -> Tensor:
         )
     tensor = tensor.detach().to("cpu")
     if tensor.untyped_storage().nbytes() > tensor.nbytes:
-        return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor.clone()
     return tensor

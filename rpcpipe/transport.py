@@ -107,6 +107,10 @@ def join(name: str, rank: int, world_size: int, store: dist.Store) -> None:
     try:
         with _without_device_maps():
             rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=_options())
+    except BaseException:  # Ctrl-C may come when the agent is there already
+        if rpc._is_current_rpc_agent_set():
+            rpc.shutdown(graceful=False)
+        raise
     finally:
         _store = None
     _loss = _Loss()
@@ -274,6 +278,10 @@ class Remote:
             raise RuntimeError(_OVER)
         answer: Future[Any] = rpc.rpc_async(self._owner, _dispatch, args=(self._key, method, args))
         return answer
+
+    def borrowed(self) -> Remote:
+        """The same object, without keeping it alive: for objects that know each other."""
+        return Remote(self._owner, self._key)
 
     def close(self) -> None:
         """Let go: the world is over."""
