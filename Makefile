@@ -7,16 +7,18 @@ ARGS ?=
 READY := .venv/.ready
 BIN := .venv/bin
 
-.PHONY: help setup demo test test-gpu check format wheel clean
+EXPERIMENTS := $(addprefix experiment-,speed memory accuracy ablation)
+
+.PHONY: help setup demo test test-gpu check format wheel clean $(EXPERIMENTS)
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make .venv with everything pinned, rpcpipe editable
 
 $(READY): pyproject.toml constraints.txt
 	python3 -m venv .venv
-	$(BIN)/pip install -e ".[test,dev,examples,plot]" -c constraints.txt
+	$(BIN)/pip install -e ".[test,dev,examples,plot,bench]" -c constraints.txt
 	touch $@
 
 demo: $(READY) ## train a small GPT on STAGES (2) processes; ARGS go to the script
@@ -27,6 +29,13 @@ test: $(READY) ## run the tests; ARGS go to pytest
 
 test-gpu: $(READY) ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m cuda $(ARGS)
+
+experiment-speed: ## throughput by stages and micro-batches, next to the papers'
+experiment-memory: ## the largest model for a memory limit in each stage
+experiment-accuracy: ## the same ResNet with and without a pipe, over three seeds
+experiment-ablation: ## each component switched off alone
+$(EXPERIMENTS): $(READY)
+	$(BIN)/python -m benchmarks.$(@:experiment-%=%) $(ARGS)
 
 check: $(READY) ## formatting, lint and types
 	$(BIN)/ruff format --check
