@@ -228,6 +228,12 @@ class Pipe(nn.Module):
         if not order.grad:
             step = _Step(self, order, batches, None)
             return microbatch.gather(step.forward())
+        if order.context is not None and torch.get_num_interop_threads() < 2:
+            raise RuntimeError(
+                "inside of a distributed autograd context the driver takes two inter-op threads, "
+                "one for the caller's backward pass and one for the pipe's, and has 1: call "
+                "torch.set_num_interop_threads(2) before anything else"
+            )
         if order.context is not None and self._ties:
             raise ValueError(
                 "parameters tied across stages have no place in a distributed autograd context, "

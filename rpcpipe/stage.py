@@ -346,6 +346,7 @@ class Stage:
         if order.training != self._training:
             self.module.train(order.training)
             self._training = order.training
+            self._works_in_place = None  # dropout may, and does not in eval
         kept = _Kept(self._accept(received), checkpoint.RngState.capture(self.device))
         with checkpoint.phase(checkpointing=i in run.recomputed):
             results = self._compute_partition(order, i, kept, spare=i in run.recomputed)
@@ -371,7 +372,7 @@ class Stage:
         """Run the layers; with ``spare``, what was given stays as it is for another time.
 
         Layers may work in place on what they are given: they get an alias and not the leaf.
-        Whether they do shows the first time, which therefore works on copies.
+        Whether they do shows the first time in each mode, which therefore works on copies.
         """
         copy = spare and self._works_in_place is not False
         given = pytree.tree_map_only(Tensor, boundary.copy if copy else boundary.alias, kept.given)
@@ -383,9 +384,15 @@ class Stage:
             value = self.module(*parcel.args, **parcel.kwargs)
         results: Values = {**{key: store.take(key) for key in self._exports}, None: value}
         store.require_empty()
-        if copy and not order.inference:
-            after = [t._version for t in _tensors([parcel, given])]
-            self._works_in_place = bool(self._works_in_place) or versions != after
+        if spare and not order.inference:
+            changed = versions != [t._version for t in _tensors([parcel, given])]
+            if changed and not copy:
+                raise RuntimeError(
+                    "a layer changes in place what its stage was given, and did not do so for the "
+                    "micro-batches before; what is to be recomputed would start from other values: "
+                    "let it always work in place, or never, or give checkpoint='never'"
+                )
+            self._works_in_place = self._works_in_place or changed
         return results
 
     def _cross(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -375,13 +379,16 @@ def test_context_collects_the_gradients(world: World, checkpoint: str) -> None:
     check_step(pipe, plain, torch.randn(6, 4))
 
 
-@three
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_distributed_optimizer_updates_as_plain_sgd(world: World) -> None:
-    from torch.distributed.optim import DistributedOptimizer  # torch 2.13 warns of itself here
+CLASSIC = """
+import torch, rpcpipe
+import torch.distributed.autograd as dist_autograd
+import torch.nn.functional as F
+from torch.distributed.optim import DistributedOptimizer
+from toys import check_equal, mlp
 
+def main(world):
     plain = mlp()
-    pipe = pipe_of(plain, world)
+    pipe = rpcpipe.Pipe(plain, world, balance=[2, 2, 2], chunks=3)
     opt = torch.optim.SGD(plain.parameters(), lr=0.1)
     remote_opt = DistributedOptimizer(torch.optim.SGD, pipe.parameter_rrefs(), lr=0.1)
     for _ in range(3):
@@ -393,6 +400,23 @@ def test_distributed_optimizer_updates_as_plain_sgd(world: World) -> None:
         F.mse_loss(plain(x), y).backward()
         opt.step()
     check_equal(pipe.state_dict(), plain.state_dict())
+    print("equal")
+
+if __name__ == "__main__":
+    rpcpipe.run(main, stages=3)
+"""
+
+
+def test_distributed_optimizer_updates_as_plain_sgd(tmp_path: Path) -> None:
+    """In a process of its own: RRefs work in the first world of a process only."""
+    script = tmp_path / "train.py"
+    script.write_text(CLASSIC)
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": f"{here.parent}{os.pathsep}{here}"}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1:] == ["equal"], done.stderr
 
 
 @three

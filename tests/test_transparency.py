@@ -363,13 +363,19 @@ class SquareInPlace(nn.Module):
         return x.mul_(x)
 
 
+class InPlaceIfPositive(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp_() if bool((x > 0).all()) else x
+
+
+class InPlaceInTraining(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp_() if self.training else x
+
+
 class AddInPlace(nn.Module):
     def forward(self, value: dict[str, Any]) -> Tensor:
         return value["x"].add_(value["pair"][0]).relu_()
-
-
-def seeded(*layers: nn.Module) -> nn.Sequential:
-    return nn.Sequential(*layers)
 
 
 def linears(dtype: torch.dtype) -> nn.Sequential:
@@ -501,15 +507,44 @@ def test_first_layer_of_a_stage_may_work_in_place(
 @two
 @every_mode
 def test_in_place_work_without_gradients_is_done_once(world: World, mode: str) -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(SquareInPlace(), nn.Linear(4, 4))
-
+    module = nn.Sequential(SquareInPlace(), SquareInPlace(), nn.Linear(4, 4))
+    pipe = rpcpipe.Pipe(module, world, balance=[1, 2], chunks=3, checkpoint=mode)
     x = torch.randn(7, 4)
     before = x.clone()
-    module = nn.Sequential(SquareInPlace(), SquareInPlace(), nn.Linear(4, 4))
-    check(world, lambda: module, (x,), [1, 2], mode=mode, steps=2)
+    for _ in range(2):
+        out = pipe(x)
+        squares(out).backward()
+        wanted = plain_step(module, (before,), 3)
+        same(out, wanted.outputs)
+        same(all_grads(pipe), wanted.grads)
     same(x, before)
+
+
+@two
+@every_mode
+def test_a_layer_may_come_to_work_in_place_later(world: World, mode: str) -> None:
+    """As ``Dropout(inplace=True)``, which does nothing in ``eval``."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), InPlaceInTraining(), nn.Linear(4, 4)).eval()
+    pipe = rpcpipe.Pipe(module, world, balance=[1, 2], chunks=3, checkpoint=mode)
+    x = torch.randn(7, 4)
+    for training in (False, True, False, True):
+        pipe.train(training)
+        module.train(training)
+        same(pipe_step(pipe, (x,)), plain_step(module, (x,), 3))
+
+
+@two
+def test_a_layer_that_works_in_place_now_and_then_is_refused(world: World) -> None:
+    pipe = rpcpipe.Pipe(nn.Sequential(Identity(), InPlaceIfPositive()), world, balance=[1, 1])
+    pipe.chunks, pipe.checkpoint = 4, "always"
+    x = torch.ones(4, 2).requires_grad_()
+    pipe(x).sum().backward()  # always: each is copied
+    pipe.eval()(-x).sum().backward()  # never: none will be
+    with pytest.raises(rpcpipe.StageError, match="in place"):
+        pipe(x)
+    pipe.checkpoint = "never"
+    pipe(x).sum().backward()
 
 
 @two
@@ -544,6 +579,26 @@ def test_non_contiguous_inputs_and_outputs_pass(world: World, mode: str) -> None
     x = torch.randn(3, 9, 5).permute(1, 2, 0).requires_grad_()
     found = check(world, build, (x,), [2, 2], mode=mode)
     assert found.outputs.shape == (9, 2, 4)
+
+
+@two
+@every_mode
+def test_channels_last_stays_so(world: World, mode: str) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        convs = [nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)]
+        model = nn.Sequential(IsChannelsLast(), *convs, IsChannelsLast())
+        return model.to(memory_format=torch.channels_last)
+
+    x = torch.randn(7, 4, 5, 5).to(memory_format=torch.channels_last).requires_grad_()
+    found = check(world, build, (x,), [2, 3], mode=mode)
+    assert found.outputs.is_contiguous(memory_format=torch.channels_last)
+
+
+class IsChannelsLast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        return x
 
 
 @two
