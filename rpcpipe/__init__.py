@@ -5,6 +5,7 @@ from __future__ import annotations
 from rpcpipe import balance, skip
 from rpcpipe.checkpoint import is_checkpointing, is_recomputing
 from rpcpipe.errors import BalanceError, StageError, StageLost
+from rpcpipe.microbatch import NoChunk
 from rpcpipe.pipe import Pipe
 from rpcpipe.run import run
 from rpcpipe.timeline import Timeline
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BalanceError",
+    "NoChunk",
     "Pipe",
     "StageError",
     "StageLost",

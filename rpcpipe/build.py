@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
+import pickle
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +17,48 @@ from rpcpipe import checkpoint
 from rpcpipe.batchnorm import convert_deferred_batch_norm
 from rpcpipe.stage import Partition, Stage
 
-__all__ = ["Part", "build", "materialize"]
+__all__ = ["Part", "build", "check_module", "divide", "materialize", "serialize"]
+
+
+def check_module(module: Any) -> None:
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            "a pipe divides an nn.Sequential between its layers; "
+            f"got {type(module).__name__}: write the model as nn.Sequential(...)"
+        )
+    if type(module).forward is not nn.Sequential.forward:
+        raise TypeError(
+            f"{type(module).__name__} overrides nn.Sequential.forward, which a pipe does not "
+            "call: give the layers in a plain nn.Sequential"
+        )
+
+
+def divide(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.Module]]:
+    """The layers of each stage by name; a layer used twice has two names."""
+    layers = iter(module._modules.items())
+    return [dict(itertools.islice(layers, count)) for count in balance]
+
+
+def serialize(part: dict[str, nn.Module]) -> bytes:
+    try:
+        return _dump(part)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        for name, layer in part.items():
+            try:
+                _dump(layer)
+            except (pickle.PicklingError, AttributeError, TypeError) as exc:
+                raise TypeError(
+                    f"layers are sent to their stage by pickle, which cannot take layer {name} "
+                    f"({type(layer).__name__}): {exc}. Define its class and the functions it holds "
+                    "at the top level of a file; a lambda cannot be sent"
+                ) from exc
+        raise
+
+
+def _dump(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["check", "gather", "scatter", "sizes"]
+__all__ = ["NoChunk", "check", "gather", "scatter", "sizes", "sources"]
+
+
+@dataclass(frozen=True)
+class NoChunk:
+    """Marks an argument of a pipe that every micro-batch is given whole: ``pipe(x, NoChunk(w))``.
+
+    Layers get ``value`` itself. Where it requires grad, the gradients of the micro-batches add up.
+    """
+
+    value: Any
 
 
 def check(batch: Any) -> int:
@@ -55,15 +66,30 @@ def sizes(rows: int, chunks: int) -> list[int]:
 def scatter(batch: Any, chunks: int) -> list[Any]:
     """Divide every tensor of the pytree ``batch`` along dimension 0; other leaves are repeated.
 
+    What is marked by `NoChunk` is repeated as well, without the mark.
+
     Returns:
         ``min(rows, chunks)`` pytrees of the same structure. Their tensors are views.
     """
     rows = sizes(check(batch), chunks)
     leaves, spec = pytree.tree_flatten(batch)
-    columns = [
-        leaf.split(rows) if isinstance(leaf, Tensor) else [leaf] * len(rows) for leaf in leaves
-    ]
+    columns = [_divide(leaf, rows) for leaf in leaves]
     return [pytree.tree_unflatten(row, spec) for row in zip(*columns, strict=True)]
+
+
+def _divide(leaf: Any, rows: list[int]) -> Sequence[Any]:
+    if isinstance(leaf, Tensor):
+        return leaf.split(rows)  # type: ignore[no-any-return]
+    return [leaf.value if isinstance(leaf, NoChunk) else leaf] * len(rows)
+
+
+def sources(batch: Any) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors of ``batch`` in the order of a micro-batch's, and whether each is divided."""
+    for leaf in pytree.tree_leaves(batch):
+        whole = isinstance(leaf, NoChunk)
+        for tensor in pytree.tree_leaves(leaf.value) if whole else [leaf]:
+            if isinstance(tensor, Tensor):
+                yield tensor, not whole
 
 
 def gather(batches: Sequence[Any]) -> Any:

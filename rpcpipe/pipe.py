@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import io
 import itertools
 import logging
-import pickle
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -15,38 +11,24 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
-from torch.utils import _pytree as pytree
 
 from rpcpipe import balance as balances
-from rpcpipe import boundary, microbatch, schedule, tied, transport
+from rpcpipe import boundary, inside, microbatch, schedule, tied, transport
 from rpcpipe.batchnorm import has_batch_norm
-from rpcpipe.build import Part, build
+from rpcpipe.build import Part, build, check_module, divide, serialize
 from rpcpipe.checkpoint import AutocastState
 from rpcpipe.errors import Failure
-from rpcpipe.mailbox import Mailbox, Name, Parcel, require_picklable
+from rpcpipe.mailbox import Name, require_picklable
 from rpcpipe.optim import PipeOptimizer
 from rpcpipe.skip.layout import SkipLayout
 from rpcpipe.stage import Order, Stage
+from rpcpipe.step import Port, Step
 from rpcpipe.timeline import Timeline
 from rpcpipe.world import World
 
 __all__ = ["Pipe"]
 
 logger = logging.getLogger("rpcpipe")
-
-
-class _Port(Mailbox):
-    """The driver, as the stages see it: the source of micro-batches, and who hears of failures."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: weakref.WeakValueDictionary[int, _Step] = weakref.WeakValueDictionary()
-
-    def report(self, number: int, failure: Failure) -> None:
-        """A stage failed in the backward pass."""
-        step = self.steps.get(number)
-        if step is not None:
-            step.reported.append(failure)
 
 
 class Pipe(nn.Module):
@@ -107,7 +89,7 @@ class Pipe(nn.Module):
         devices: Sequence[torch.device | str] | None = None,
     ) -> None:
         super().__init__()
-        _check_module(module)
+        check_module(module)
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise ValueError(f"chunks= is a whole number of at least 1, got {chunks!r}")
         schedule.checkpointed(1, checkpoint)
@@ -130,11 +112,11 @@ class Pipe(nn.Module):
             str(devices[j]) if devices else str(world.device(j)) for j in range(world.stages)
         ]
         self._numbers = itertools.count()
-        self._port = _Port()
+        self._port = Port()
         self._collecting: tuple[int | None, list[Tensor]] = (None, [])
         self._remote_port = transport.publish(self._port)
-        parts = _partition(module, self.balance)
-        blobs = [_serialize(part) for part in parts]
+        parts = divide(module, self.balance)
+        blobs = [serialize(part) for part in parts]
         skips = SkipLayout([list(part.values()) for part in parts])
         self._ties = tied.find(parts)
         self._stages = [
@@ -175,10 +157,10 @@ class Pipe(nn.Module):
         self._collect(answers, "build the stages")
         for tie in self._ties:  # made of meta, each copy was initialised by another layer
             others = {j: name for j, name in tie.names.items() if j != tie.owner}
-            owner = self._stages[tie.owner].call("perform", _parameter, tie.names[tie.owner])
+            owner = self._stages[tie.owner].call("perform", inside.parameter, tie.names[tie.owner])
             (value,) = self._collect([owner], "give a tied parameter")
             answers = [
-                self._stages[j].call("perform", _set_parameter, name, value)
+                self._stages[j].call("perform", inside.set_parameter, name, value)
                 for j, name in others.items()
             ]
             self._collect(answers, "set a tied parameter")
@@ -201,7 +183,7 @@ class Pipe(nn.Module):
 
     def _sum_tied(self, step: int) -> None:
         if self._ties:
-            self._everywhere("add up tied gradients", _exchange_ties, step)
+            self._everywhere("add up tied gradients", inside.exchange_ties, step)
 
     # ------------------------------------------------------------------------------- training
 
@@ -210,7 +192,8 @@ class Pipe(nn.Module):
 
         Args:
             args: what the first layer takes: tensors and pytrees of tensors, with equal sizes
-                along dimension 0, of any dtype.
+                along dimension 0, of any dtype; marked by `NoChunk`, every micro-batch gets the
+                whole.
             kwargs: likewise.
 
         Returns:
@@ -222,11 +205,11 @@ class Pipe(nn.Module):
             StageError: a layer raised; the step is dropped and the pipe can be used on.
             StageLost: a process of the pipeline is gone.
         """
-        require_picklable((args, kwargs))
         batches = microbatch.scatter((args, kwargs), self.chunks)
+        require_picklable(batches[0])
         order = self._order(len(batches))
         if not order.grad:
-            step = _Step(self, order, batches, None)
+            step = Step(self, order, batches, None)
             return microbatch.gather(step.forward())
         if order.context is not None and torch.get_num_interop_threads() < 2:
             raise RuntimeError(
@@ -240,7 +223,7 @@ class Pipe(nn.Module):
                 "which keeps a gradient for each copy; call loss.backward() outside of it, or "
                 "change balance= so that the layers that share them are in one stage"
             )
-        return _Step(self, order, batches, transport.Tape()).attach((args, kwargs))
+        return Step(self, order, batches, transport.Tape()).attach((args, kwargs))
 
     def _order(self, m: int) -> Order:
         grad = torch.is_grad_enabled()
@@ -278,12 +261,12 @@ class Pipe(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters."""
-        self._everywhere("zero the gradients", _zero_grad, set_to_none)
+        self._everywhere("zero the gradients", inside.zero_grad, set_to_none)
 
     def parameter_rrefs(self) -> list[Any]:
         """RRefs of all parameters that require grad, for ``DistributedOptimizer``."""
         transport.reference(None)  # refused here, if at all
-        found = self._everywhere("name its parameters", _parameter_rrefs)
+        found = self._everywhere("name its parameters", inside.parameter_rrefs)
         return [rref for rrefs in found for rref in rrefs]
 
     # ------------------------------------------------------------------------------ inspection
@@ -299,13 +282,13 @@ class Pipe(nn.Module):
             StageError: ``fn`` raised.
         """
         self._world.process(j)
-        answer = self._stages[j].call("perform", _apply, fn)
+        answer = self._stages[j].call("perform", inside.apply, fn)
         (value,) = self._collect([answer], f"call {getattr(fn, '__name__', fn)}")
         return value
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """All parameters and buffers on the driver, under the unpartitioned module's names."""
-        found = self._everywhere("give its state", _state_dict)
+        found = self._everywhere("give its state", inside.state_dict)
         merged = {name: tensor for state in found for name, tensor in state.items()}
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         destination = kwargs.get("destination", args[0] if args else None)
@@ -323,7 +306,7 @@ class Pipe(nn.Module):
         """
         if assign:
             raise ValueError("assign=True would replace parameters that optimizers hold")
-        shapes = self._everywhere("name its state", _state_shapes)
+        shapes = self._everywhere("name its state", inside.state_shapes)
         known = {name: shape for stage in shapes for name, shape in stage.items()}
         missing = [name for name in known if name not in state_dict]
         unexpected = [name for name in state_dict if name not in known]
@@ -339,7 +322,9 @@ class Pipe(nn.Module):
             raise RuntimeError("cannot load this state dict into the pipe: " + "\n  ".join(wrong))
         answers = [
             stage.call(
-                "perform", _load_state_dict, {k: state_dict[k] for k in own if k in state_dict}
+                "perform",
+                inside.load_state_dict,
+                {k: state_dict[k] for k in own if k in state_dict},
             )
             for stage, own in zip(self._stages, shapes, strict=True)
         ]
@@ -350,11 +335,11 @@ class Pipe(nn.Module):
     def record(self) -> Iterator[Timeline]:
         """Record when each stage runs which task; complete once the ``with`` is left."""
         timeline = Timeline(self.checkpoint)
-        self._everywhere("start recording", _start_recording)
+        self._everywhere("start recording", inside.start_recording)
         try:
             yield timeline
         finally:
-            timeline.events = self._everywhere("give its record", _stop_recording)
+            timeline.events = self._everywhere("give its record", inside.stop_recording)
 
     def parameters(self, recurse: bool = True) -> NoReturn:
         """Not to be had on the driver: parameters live in the stages."""
@@ -373,334 +358,3 @@ class Pipe(nn.Module):
     def __len__(self) -> int:
         """Number of layers."""
         return sum(self.balance)
-
-
-class _Step:
-    """One mini-batch, as its driver sees it, until its backward pass is done or impossible."""
-
-    def __init__(
-        self, pipe: Pipe, order: Order, batches: list[Any], tape: transport.Tape | None
-    ) -> None:
-        self.order = order
-        self.reported: list[Failure] = []
-        self._stages = pipe._stages
-        self._port = pipe._port
-        self._collectors = pipe._collectors
-        self._finish = functools.partial(pipe._sum_tied, order.step)
-        self._programs = schedule.gpipe(
-            order.m, len(self._stages), pipe.checkpoint, backward=order.grad
-        )
-        self._tape = tape
-        self._leaves: list[list[Tensor]] = []  # per micro-batch, those of the input
-        self._ends: list[list[Tensor]] = []  # per micro-batch, received tensors with a gradient
-        self._live = False
-        self._batches = [self._outgoing(batch) for batch in batches]
-
-    # ------------------------------------------------------------------------------- forward
-
-    def _outgoing(self, batch: Any) -> Parcel:
-        """A micro-batch as it is sent: without grad, or as leaves for its gradient."""
-
-        def send(tensor: Tensor) -> Tensor:
-            grad = self.order.grad and tensor.requires_grad
-            tensor = tensor.detach()
-            if tensor.untyped_storage().nbytes() > tensor.nbytes:
-                tensor = tensor.clone()
-            return tensor.to("cpu").requires_grad_(grad)
-
-        args, kwargs = pytree.tree_map_only(Tensor, send, batch)
-        leaves = pytree.tree_leaves((args, kwargs))
-        self._leaves.append([t for t in leaves if isinstance(t, Tensor) and t.requires_grad])
-        return Parcel(args, kwargs)
-
-    def forward(self) -> list[Any]:
-        """Run the forward programs; returns the last stage's value for each micro-batch."""
-        number, m = self.order.step, self.order.m
-        self._port.steps[number] = self
-        self._live = True
-        try:
-            parcels = self._tape.run(self._exchange) if self._tape else self._exchange()
-        except BaseException as exc:
-            self.drop(Failure.capture(exc))
-            raise
-        failures = [(i, p) for i, p in enumerate(parcels) if isinstance(p, Failure)]
-        if failures:
-            # The first in the order of the schedule: micro-batch i is in stage j at cycle i + j.
-            first = min(failures, key=lambda found: (found[0] + found[1].stage, found[0]))[1]
-            self.drop(first)
-            first.raise_()
-        assert len(parcels) == m
-        if self.order.grad:
-            tensors = [pytree.tree_leaves(parcel) for parcel in parcels]
-            self._ends = [
-                boundary.received([t for t in row if isinstance(t, Tensor)]) for row in tensors
-            ]
-        else:
-            self._live = False
-        return [parcel.args[0] for parcel in parcels]
-
-    def _exchange(self) -> list[Any]:
-        """Start every stage, and ask the last one for all micro-batches."""
-        number = self.order.step
-        for i, parcel in enumerate(self._batches):
-            self._port.put(number, i, None, parcel)
-        self._batches = []
-        begun = [
-            stage.call("begin", _with_program(self.order, program))
-            for stage, program in zip(self._stages, self._programs, strict=True)
-        ]
-        answers = [self._stages[-1].call("take", number, i, None) for i in range(self.order.m)]
-        for j, answer in enumerate(begun):
-            failure = transport.wait(answer, f"stage {j} to begin step {number}")
-            if isinstance(failure, Failure):
-                return [failure.at(j, None, "begin")]
-        return [
-            transport.wait(answer, f"micro-batch {i} of step {number}")
-            for i, answer in enumerate(answers)
-        ]
-
-    # ------------------------------------------------------------------------------ backward
-
-    def attach(self, inputs: Any) -> Any:
-        """Forward, as one node in the caller's own graph.
-
-        The distributed graph is in a context of the step's own, also inside of the caller's: what
-        fails in there is raised here, and no other backward pass waits for it.
-        """
-        sources = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
-        sources = [t for t in sources if t.requires_grad]
-        values = self.forward()
-        tokens = [boundary.first_token(), *self._collectors(self.order.context)]
-
-        def spread(gradients: boundary.Gradients) -> list[Tensor | None]:
-            return [*map(torch.zeros_like, tokens), *self._backward(gradients)]
-
-        return self._tie(values, spread, [*tokens, *sources])
-
-    def _tie(
-        self,
-        values: list[Any],
-        spread: Callable[[boundary.Gradients], boundary.Gradients],
-        ends: list[Tensor],
-    ) -> Any:
-        with torch.no_grad():
-            leaves, spec = pytree.tree_flatten(microbatch.gather(values))
-        columns = [list(c) for c in zip(*map(pytree.tree_leaves, values), strict=True)]
-        where = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        self._columns = [columns[k] for k in where]
-        differentiable = [any(t.requires_grad for t in column) for column in self._columns]
-        self._columns = [[_Shape(t) for t in column] for column in self._columns]
-        results = boundary.tie(
-            lambda: tuple(leaves[k] for k in where), spread, differentiable, ends
-        )
-        for k, result in zip(where, results, strict=True):
-            leaves[k] = result
-        return pytree.tree_unflatten(leaves, spec)
-
-    def _backward(self, gradients: boundary.Gradients) -> list[Tensor | None]:
-        """Run the backward programs; returns the gradients of the inputs."""
-        if not self._live:
-            raise RuntimeError(
-                "the pipe's backward pass can run once for each forward pass: what it needs has "
-                "been freed, whether or not retain_graph was given; call the pipe again"
-            )
-        assert self._tape is not None
-        self._live = False
-        self._announce()
-        ends = [end for row in self._ends for end in row]
-        seeds = [g for row in self._divide(gradients) for g in row]
-        leaves = [leaf for row in self._leaves for leaf in row]
-        try:
-            found = self._tape.backward([boundary.root(ends, seeds)], leaves)
-        except BaseException as exc:
-            self.drop(Failure.capture(exc))
-            raise
-        finally:
-            self._tape.close()
-            self._ends = []
-        if self.reported:
-            self._raise_reported()
-        self._finish()
-        return self._input_gradients(found)
-
-    def _input_gradients(self, found: list[Tensor | None]) -> list[Tensor | None]:
-        """Those of the micro-batches put together; ``None`` where no micro-batch has any."""
-        gradients = map(boundary.unmark, found)
-        rows = [[(next(gradients), leaf) for leaf in row] for row in self._leaves]
-        return [
-            torch.cat([torch.zeros_like(leaf) if g is None else g for g, leaf in column])
-            if any(g is not None for g, _ in column)
-            else None
-            for column in zip(*rows, strict=True)
-        ]
-
-    def _announce(self) -> None:
-        """Tell the stages that the backward pass begins; not waited for."""
-        self.tell_stages("announce", self.order.step)
-
-    def _divide(self, gradients: boundary.Gradients) -> list[list[Tensor | None]]:
-        """Gradients of the gathered outputs, as those of what was received, per micro-batch."""
-        rows: list[list[Tensor | None]] = [[] for _ in range(self.order.m)]
-        for shapes, gradient in zip(self._columns, gradients, strict=True):
-            pieces = _split(gradient, shapes)
-            for row, shape, piece in zip(rows, shapes, pieces, strict=True):
-                if shape.requires_grad:
-                    row.append(piece)
-        for row, ends in zip(rows, self._ends, strict=True):
-            row += [None] * (len(ends) - len(row))  # a tail
-        return rows
-
-    def _raise_reported(self) -> NoReturn:
-        m, n = self.order.m, len(self._stages)
-
-        def position(failure: Failure) -> tuple[int, int]:
-            # The reverse of the forward cycles: the last micro-batch in the last stage is first.
-            after = m - 1 - (failure.microbatch or 0)
-            return after + n - 1 - failure.stage, after
-
-        first = min(self.reported, key=position)
-        self.drop(first)
-        first.raise_()
-
-    # ----------------------------------------------------------------------------------- end
-
-    def tell_stages(self, method: str, *args: Any) -> list[Future[Any]]:
-        return [stage.call(method, *args) for stage in self._stages]
-
-    def drop(self, why: Failure) -> None:
-        """Have the step forgotten everywhere, and wait until it is."""
-        self._live = False
-        number = self.order.step
-        self._port.drop(number, why)
-        for j, answer in enumerate(self.tell_stages("drop", number, why)):
-            transport.wait(answer, f"stage {j} to drop step {number}")
-        if self._tape is not None:
-            self._tape.close()
-
-    def __del__(self) -> None:
-        if self._live:  # the output is gone, and with it any way to a backward pass
-            why = Failure("the output of the step was dropped", "", "", b"")
-            number, stages = self.order.step, self._stages
-            transport.later(lambda: [stage.call("drop", number, why) for stage in stages])
-
-
-class _Shape:
-    """What is remembered of a received tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.rows = tensor.shape[0] if tensor.dim() else None
-        self.requires_grad = tensor.requires_grad
-
-
-def _split(gradient: Tensor | None, shapes: Sequence[_Shape]) -> Sequence[Tensor | None]:
-    """The inverse of gathering, as tensors that own their memory: they are sent."""
-    if gradient is None:
-        return [None] * len(shapes)
-    if shapes[0].rows is None:
-        pieces = gradient.unbind()
-    else:
-        pieces = gradient.split([shape.rows or 0 for shape in shapes])
-    return [p.clone() for p in pieces]
-
-
-def _with_program(order: Order, program: schedule.Program) -> Order:
-    return Order(**{**order.__dict__, "program": program})
-
-
-# ---------------------------------------------------------------------------------- before sends
-
-
-def _check_module(module: Any) -> None:
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(
-            "a pipe divides an nn.Sequential between its layers; "
-            f"got {type(module).__name__}: write the model as nn.Sequential(...)"
-        )
-    if type(module).forward is not nn.Sequential.forward:
-        raise TypeError(
-            f"{type(module).__name__} overrides nn.Sequential.forward, which a pipe does not "
-            "call: give the layers in a plain nn.Sequential"
-        )
-
-
-def _partition(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.Module]]:
-    """The layers of each stage by name; a layer used twice has two names."""
-    layers = iter(module._modules.items())
-    return [dict(itertools.islice(layers, count)) for count in balance]
-
-
-def _serialize(part: dict[str, nn.Module]) -> bytes:
-    try:
-        return _dump(part)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        for name, layer in part.items():
-            try:
-                _dump(layer)
-            except (pickle.PicklingError, AttributeError, TypeError) as exc:
-                raise TypeError(
-                    f"layers are sent to their stage by pickle, which cannot take layer {name} "
-                    f"({type(layer).__name__}): {exc}. Define its class and the functions it holds "
-                    "at the top level of a file; a lambda cannot be sent"
-                ) from exc
-        raise
-
-
-def _dump(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-# --------------------------------------------------------------------------------- in each stage
-
-
-def _apply(stage: Stage, fn: Callable[[nn.Module], Any]) -> Any:
-    value = fn(stage.module)
-    require_picklable(value)
-    return value
-
-
-def _exchange_ties(stage: Stage, step: int) -> None:
-    stage.exchange_ties(step)
-
-
-def _parameter(stage: Stage, name: str) -> Tensor:
-    return stage.module.get_parameter(name).detach().to("cpu")
-
-
-@torch.no_grad()
-def _set_parameter(stage: Stage, name: str, value: Tensor) -> None:
-    stage.module.get_parameter(name).copy_(value)
-
-
-def _zero_grad(stage: Stage, set_to_none: bool) -> None:
-    stage.module.zero_grad(set_to_none)
-
-
-def _parameter_rrefs(stage: Stage) -> list[Any]:
-    return [transport.reference(parameter) for parameter in stage.trainable()]
-
-
-def _state_dict(stage: Stage) -> dict[str, Any]:
-    state = stage.module.state_dict()
-    return {k: v.to("cpu") if isinstance(v, Tensor) else v for k, v in state.items()}
-
-
-def _state_shapes(stage: Stage) -> dict[str, tuple[int, ...] | None]:
-    return {
-        name: tuple(value.shape) if isinstance(value, Tensor) else None
-        for name, value in stage.module.state_dict().items()
-    }
-
-
-def _load_state_dict(stage: Stage, state: dict[str, Any]) -> None:
-    stage.module.load_state_dict(state, strict=False)
-
-
-def _start_recording(stage: Stage) -> None:
-    stage.events = []
-
-
-def _stop_recording(stage: Stage) -> Any:
-    events, stage.events = stage.events, None
-    return events

@@ -77,6 +77,24 @@ def phases(module: nn.Module) -> list[tuple[bool, bool]]:
     return next(m.seen for m in module if isinstance(m, Phases))
 
 
+class Scale(nn.Module):
+    def forward(self, x: Tensor, w: Tensor, *, shift: Tensor) -> Tensor:
+        return x * w + shift
+
+
+@two
+def test_argument_that_is_not_divided_gets_the_sum_of_its_gradients(world: World) -> None:
+    plain = nn.Sequential(Scale(), nn.Linear(4, 2))
+    pipe = rpcpipe.Pipe(plain, world, balance=[1, 1], chunks=3)
+    x, w, shift = torch.randn(5, 4), torch.randn(4, requires_grad=True), torch.randn(5, 4)
+    pipe(x, rpcpipe.NoChunk(w), shift=shift).pow(2).sum().backward()
+    found, w.grad = w.grad, None
+    plain[1](plain[0](x, w, shift=shift)).pow(2).sum().backward()
+    assert found is not None
+    assert w.grad is not None
+    close(found, w.grad)
+
+
 class Tied(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()

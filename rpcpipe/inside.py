@@ -1,0 +1,65 @@
+"""Inside: what a pipe has its stages do between mini-batches, on their compute threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rpcpipe import transport
+from rpcpipe.mailbox import require_picklable
+from rpcpipe.stage import Stage
+
+
+def apply(stage: Stage, fn: Callable[[nn.Module], Any]) -> Any:
+    value = fn(stage.module)
+    require_picklable(value)
+    return value
+
+
+def exchange_ties(stage: Stage, step: int) -> None:
+    stage.exchange_ties(step)
+
+
+def parameter(stage: Stage, name: str) -> Tensor:
+    return stage.module.get_parameter(name).detach().to("cpu")
+
+
+@torch.no_grad()
+def set_parameter(stage: Stage, name: str, value: Tensor) -> None:
+    stage.module.get_parameter(name).copy_(value)
+
+
+def zero_grad(stage: Stage, set_to_none: bool) -> None:
+    stage.module.zero_grad(set_to_none)
+
+
+def parameter_rrefs(stage: Stage) -> list[Any]:
+    return [transport.reference(parameter) for parameter in stage.trainable()]
+
+
+def state_dict(stage: Stage) -> dict[str, Any]:
+    state = stage.module.state_dict()
+    return {k: v.to("cpu") if isinstance(v, Tensor) else v for k, v in state.items()}
+
+
+def state_shapes(stage: Stage) -> dict[str, tuple[int, ...] | None]:
+    return {
+        name: tuple(value.shape) if isinstance(value, Tensor) else None
+        for name, value in stage.module.state_dict().items()
+    }
+
+
+def load_state_dict(stage: Stage, state: dict[str, Any]) -> None:
+    stage.module.load_state_dict(state, strict=False)
+
+
+def start_recording(stage: Stage) -> None:
+    stage.events = []
+
+
+def stop_recording(stage: Stage) -> Any:
+    events, stage.events = stage.events, None
+    return events
