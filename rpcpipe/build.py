@@ -113,11 +113,12 @@ def materialize(
     Raises:
         TypeError: a parameter or buffer has got no value that way.
     """
+    shared = {} if shared is None else shared
     # Children first: a parent's reset_parameters may set its children's otherwise.
     for path, module in reversed(list(layer.named_modules(prefix=name))):
         held = {**module._parameters, **module._buffers}
         if any(t is not None and t.is_meta for t in held.values()):
-            _give_memory(module, device, {} if shared is None else shared)
+            _give_memory(module, device, shared)
             for tensor in _held(module).values():
                 _mark(tensor)
             reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
