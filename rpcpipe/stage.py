@@ -240,7 +240,7 @@ class Stage:
             collector.steps.pop(step, None)
         self._mailbox.drop(step, why)
         self._jobs.put(self._discard)
-        self._jobs.put(lambda: self.ties.restore(self.module))
+        self._jobs.put(lambda: self.ties.restore(self.module, step))
 
     def perform(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call ``fn(stage, *args)`` on the compute thread, after all it was given before."""
@@ -285,7 +285,7 @@ class Stage:
         if not run.over:
             # Here and not where it is announced: this thread may still be at the end of the
             # forward program, and would go on before the gradients are set aside.
-            self.ties.set_aside(self.module)
+            self.ties.set_aside(self.module, run.order.step)
             run.announced = True
             self._advance(run)
 

@@ -56,21 +56,24 @@ class Ties:
         self._ties = {k: tie for k, tie in enumerate(ties) if index in tie.names}
         self._stages = stages
         self._before: dict[int, Tensor | None] = {}
+        self._step = -1  # whose backward pass is under way
 
     def counted_elsewhere(self) -> set[str]:
         """The names of parameters that another stage speaks for."""
         return {t.names[self._index] for t in self._ties.values() if t.owner != self._index}
 
-    def set_aside(self, module: nn.Module) -> None:
+    def set_aside(self, module: nn.Module, step: int) -> None:
         """Before a backward pass: put away the gradients of earlier ones."""
+        self._step = step
         for k, parameter in self._parameters(module):
             self._before[k], parameter.grad = parameter.grad, None
 
-    def restore(self, module: nn.Module) -> None:
+    def restore(self, module: nn.Module, step: int) -> None:
         """After a backward pass that failed: as if it had not been."""
-        for k, parameter in self._parameters(module):
-            if k in self._before:
+        if step == self._step:
+            for k, parameter in self._parameters(module):
                 parameter.grad = self._before.pop(k)
+            self._step = -1
 
     def exchange(self, module: nn.Module, step: int, put: Put) -> None:
         """After a backward pass, at the same time in all stages: add up what it gave them."""
@@ -89,6 +92,7 @@ class Ties:
             total = _sum([given[k][j] for j in sorted(given[k], reverse=True)])
             total = _sum([self._before.pop(k), total])
             parameter.grad = None if total is None else total.to(parameter.device)
+        self._step = -1
 
     def _parameters(self, module: nn.Module) -> list[tuple[int, nn.Parameter]]:
         return [(k, module.get_parameter(t.names[self._index])) for k, t in self._ties.items()]

@@ -19,6 +19,7 @@ from toys import all_grads, check_equal, grads, mlp
 import rpcpipe
 from rpcpipe import StageError, World
 from rpcpipe.stage import Stage
+from rpcpipe.tied import Tie, Ties
 
 two = pytest.mark.parametrize("world", [2], indirect=True)
 
@@ -203,3 +204,22 @@ def test_context_with_one_inter_op_thread_is_refused(tmp_path: Path) -> None:
     )
     # Or it works, where run() could still provide a second thread.
     assert done.returncode == 0 or "two inter-op threads" in done.stderr
+
+
+def test_a_dropped_step_leaves_the_tied_gradients_of_another_alone() -> None:
+    """A step forgotten by the garbage collector undid the backward pass of the one under way.
+
+    Gradients of tied parameters are set aside during a backward pass and put back if it fails;
+    dropping any step put them back. Now they belong to the step they were set aside for.
+    """
+    module = nn.Linear(2, 2)
+    ties = Ties(0, [Tie({0: "weight", 1: "weight"})], [])
+    before, now = torch.ones(2, 2), torch.zeros(2, 2)
+    module.weight.grad = before
+    ties.set_aside(module, step=4)
+    assert module.weight.grad is None
+    module.weight.grad = now
+    ties.restore(module, step=3)
+    assert module.weight.grad is now
+    ties.restore(module, step=4)
+    assert module.weight.grad is before
