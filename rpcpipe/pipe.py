@@ -348,6 +348,15 @@ class Pipe(nn.Module):
             "pipe.state_dict() or pipe.apply_to_stage(j, fn)"
         )
 
+    def to(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not to be had: each stage has its device and type, and the driver holds nothing."""
+        raise TypeError(
+            "a pipe's layers live in its stages and are not moved or converted from the driver: "
+            "say where by Pipe(..., devices=[...]), and convert the module before it is given"
+        )
+
+    cuda = cpu = half = float = double = bfloat16 = type = to
+
     def extra_repr(self) -> str:
         rows = [
             f"(stage {j}): {count} layers on {device} at {self._world.process(j).host}"

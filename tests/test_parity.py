@@ -1,0 +1,323 @@
+"""What torchgpipe offers, across processes, and what its users missed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_models import tiny_amoebanetd, tiny_resnet, tiny_unet
+from test_transparency import check, cut
+from torch import Tensor, nn
+from toys import all_grads, check_equal, grads
+
+import rpcpipe
+from rpcpipe import BalanceError, World
+from rpcpipe.schedule import MODES
+from rpcpipe.skip import Namespace, pop, skippable, stash
+
+two = pytest.mark.parametrize("world", [2], indirect=True)
+three = pytest.mark.parametrize("world", [3], indirect=True)
+four = pytest.mark.parametrize("world", [4], indirect=True)
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+# ----------------------------------------------------------------------------------------- skips
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor):
+        yield stash("skip", x * 2)
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor):
+        skip = yield pop("skip")
+        return x + skip
+
+
+def one_to_three() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Pop())
+
+
+@three
+@every_mode
+@pytest.mark.parametrize("balance", [[2, 1, 2], [1, 3, 1], [1, 1, 3], [3, 1, 1]])
+def test_skip_goes_from_stage_to_stage(world: World, mode: str, balance: list[int]) -> None:
+    check(world, one_to_three, (torch.randn(7, 4, requires_grad=True),), balance, mode=mode)
+
+
+def twice() -> nn.Sequential:
+    torch.manual_seed(0)
+    outer, inner = Namespace(), Namespace()
+    return nn.Sequential(
+        nn.Linear(4, 4),
+        Stash().isolate(outer),
+        Stash().isolate(inner),
+        nn.Linear(4, 4),
+        Pop().isolate(inner),
+        nn.Sequential(nn.Tanh(), Pop().isolate(outer)),
+    )
+
+
+@four
+@every_mode
+def test_skips_of_one_name_keep_apart_and_are_found_at_any_depth(world: World, mode: str) -> None:
+    check(world, twice, (torch.randn(5, 4),), [2, 2, 1, 1], mode=mode)
+
+
+@skippable(stash=["mask", "count", "nothing", "unused"])
+class StashAll(nn.Module):
+    def forward(self, x: Tensor):
+        yield stash("mask", x > 0)
+        yield stash("count", torch.arange(len(x)))
+        yield stash("nothing", None)
+        yield stash("unused", x + 1)
+        return x
+
+
+@skippable(pop=["mask", "count", "nothing", "unused"])
+class PopAll(nn.Module):
+    def forward(self, x: Tensor):
+        mask = yield pop("mask")
+        count = yield pop("count")
+        nothing = yield pop("nothing")
+        yield pop("unused")
+        assert nothing is None
+        assert mask.dtype == torch.bool
+        return torch.where(mask, x, x * count[:, None])
+
+
+def all_kinds() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), StashAll(), nn.Linear(4, 4), PopAll())
+
+
+@three
+@every_mode
+def test_any_tensor_and_none_may_be_skipped(world: World, mode: str) -> None:
+    check(world, all_kinds, (torch.randn(6, 4),), [2, 1, 1], mode=mode)
+
+
+@two
+@every_mode
+@pytest.mark.parametrize("build", [tiny_amoebanetd, tiny_resnet])
+def test_models_of_the_papers_are_bitwise_themselves(
+    world: World, build: Callable[[], nn.Sequential], mode: str
+) -> None:
+    def seeded() -> nn.Sequential:
+        torch.manual_seed(0)
+        return build()
+
+    x = torch.randn(5, 3, 32, 32)
+    check(world, seeded, (x,), cut(len(build()), 2), chunks=2, mode=mode)
+
+
+def unet_without_dropout() -> nn.Sequential:
+    torch.manual_seed(0)
+    return tiny_unet().apply(without_dropout)
+
+
+def without_dropout(module: nn.Module) -> None:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        module.p = 0.0
+
+
+@three
+@every_mode
+def test_unet_with_its_long_skips_is_bitwise_itself(world: World, mode: str) -> None:
+    balance = cut(len(tiny_unet()), 3)
+    check(world, unet_without_dropout, (torch.randn(4, 3, 32, 32),), balance, mode=mode)
+
+
+# ------------------------------------------------------------------------------------ batch norm
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.BatchNorm2d(3, momentum=None)
+    )
+
+
+@two
+@every_mode
+def test_deferred_statistics_are_those_of_the_mini_batch(world: World, mode: str) -> None:
+    first = nn.Sequential(*list(normed())[:2])
+    pipe = rpcpipe.Pipe(
+        normed(), world, balance=[2, 2], chunks=4, checkpoint=mode, deferred_batch_norm=True
+    )
+    for _ in range(3):
+        x = torch.randn(6, 2, 3, 3)
+        pipe(x).sum().backward()
+        first(x)
+    state = pipe.state_dict()
+    assert state.keys() == normed().state_dict().keys()
+    assert state["1.num_batches_tracked"] == state["3.num_batches_tracked"] == 3
+    for name, value in first.state_dict().items():
+        torch.testing.assert_close(state[name], value)
+
+
+@two
+def test_plain_batch_norm_is_warned_of_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "rpcpipe"):
+        rpcpipe.Pipe(normed(), world, balance=[2, 2], chunks=2)
+        rpcpipe.Pipe(normed(), world, balance=[2, 2], chunks=2, checkpoint="never")
+    (record,) = caplog.records
+    assert "deferred_batch_norm=True" in record.message
+
+
+# --------------------------------------------------------------------------------------- balance
+
+
+class Busy(nn.Module):
+    """Holds the interpreter, as Python does."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.rounds = rounds
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = 0
+        for k in range(self.rounds):
+            total += k
+        return x * self.weight
+
+
+@two
+def test_balance_is_measured_with_a_sample(world: World) -> None:
+    module = nn.Sequential(Busy(300_000), Busy(1), Busy(1), Busy(1))
+    pipe = rpcpipe.Pipe(module, world, sample=torch.ones(1, 2))
+    assert pipe.balance == [1, 3]
+    with pytest.raises(BalanceError, match=r"\[2, 2\]"):
+        rpcpipe.Pipe(module, world)
+
+
+# ----------------------------------------------------------------------------- its limits, gone
+
+
+@two
+def test_stages_of_pure_python_overlap(world: World) -> None:
+    """Threads of one process would take turns."""
+    pipe = rpcpipe.Pipe(
+        nn.Sequential(Busy(400_000), Busy(400_000)), world, balance=[1, 1], chunks=6
+    )
+    x = torch.ones(6, 2)
+    shares = []
+    for _ in range(5):
+        with torch.no_grad(), pipe.record() as timeline:
+            pipe(x)
+        (step,) = timeline.steps()
+        busy = sum(span.end - span.start for stage in step.spans for span in stage)
+        shares.append(step.makespan / busy)
+    assert min(shares) < 0.75, shares  # 7 of 12 at best
+
+
+class Mixed(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, object]:
+        return {"y": x * 2, "largest": x.argmax(1), "rest": [None, 3, "name", x.sum()]}
+
+
+class Unmixed(nn.Module):
+    def forward(self, given: dict[str, object]) -> dict[str, object]:
+        assert given["rest"][:3] == [None, 3, "name"]
+        return {**given, "y": given["y"] + given["largest"][:, None]}
+
+
+@two
+@every_mode
+def test_nested_values_of_all_kinds_pass(world: World, mode: str) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 3), Mixed(), Unmixed())
+
+    pipe = rpcpipe.Pipe(build(), world, balance=[2, 1], chunks=2, checkpoint=mode)
+    x, plain = torch.randn(5, 3), build()
+    found, wanted = pipe(x), plain(x)
+    assert found["rest"][:3] == [None, 3, "name"]
+    torch.testing.assert_close(found["rest"][3].sum(), wanted["rest"][3])  # one a micro-batch
+    assert torch.equal(found["largest"], wanted["largest"])
+    (found["y"].sum() + found["rest"][3].sum()).backward()
+    (wanted["y"].sum() + wanted["rest"][3]).backward()
+    check_equal(all_grads(pipe), grads(plain))
+
+
+@two
+def test_pipes_in_turn_and_interleaved(world: World) -> None:
+    plain = [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)) for _ in range(3)]
+    pipes = [rpcpipe.Pipe(module, world, balance=[1, 1], chunks=2) for module in plain]
+    x = torch.randn(4, 3)
+    losses = [pipe(x).pow(2).sum() for pipe in pipes]
+    for loss in reversed(losses):
+        loss.backward()
+    for pipe, module in zip(pipes, plain, strict=True):
+        module(x).pow(2).sum().backward()
+        check_equal(all_grads(pipe), grads(module))
+
+
+@two
+def test_gradient_of_an_input_by_autograd_grad(world: World) -> None:
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    pipe = rpcpipe.Pipe(plain, world, balance=[1, 1], chunks=2)
+    x = torch.randn(4, 3, requires_grad=True)
+    (found,) = torch.autograd.grad(pipe(x).sum(), x)
+    (wanted,) = torch.autograd.grad(plain(x).sum(), x)
+    torch.testing.assert_close(found, wanted)
+
+
+@two
+def test_hooks_of_the_pipe_see_its_input_and_output(world: World) -> None:
+    pipe = rpcpipe.Pipe(nn.Sequential(nn.Identity(), nn.Identity()), world, balance=[1, 1])
+    seen = []
+    pipe.register_forward_hook(lambda module, args, output: seen.append((args, output)))
+    x = torch.ones(2, 2)
+    pipe(x)
+    ((args, output),) = seen
+    assert args[0] is x
+    assert torch.equal(output, x)
+
+
+class Device(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.0
+
+
+def device_of(module: nn.Module) -> str:
+    return str(next(module.buffers(), torch.zeros(0)).device)
+
+
+@two
+def test_a_stage_without_parameters_and_moving_is_refused(world: World) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), Device())
+    pipe = rpcpipe.Pipe(module, world, balance=[1, 1], chunks=2)
+    opt = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    pipe(torch.ones(4, 2)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    for move in (pipe.cuda, pipe.cpu, lambda: pipe.to("cpu"), pipe.half):
+        with pytest.raises(TypeError, match="devices="):
+            move()
+    assert len(pipe) == 2
+    assert "(stage 1): 1 layers on cpu" in repr(pipe)
+
+
+@two
+def test_idle_stages_use_no_processor(world: World) -> None:
+    pipe = rpcpipe.Pipe(nn.Sequential(nn.Linear(2, 2), Device()), world, balance=[1, 1])
+    pipe(torch.ones(4, 2)).sum().backward()
+    before = [pipe.apply_to_stage(j, cpu_time) for j in range(2)]
+    begin = time.monotonic()
+    while time.monotonic() - begin < 1.0:  # the time that is measured
+        time.sleep(0.1)
+    after = [pipe.apply_to_stage(j, cpu_time) for j in range(2)]
+    assert all(b - a < 0.1 for a, b in zip(before, after, strict=True))
+
+
+def cpu_time(module: nn.Module) -> float:
+    return time.process_time()
