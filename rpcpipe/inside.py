@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,6 +51,25 @@ def state_shapes(stage: Stage) -> dict[str, tuple[int, ...] | None]:
         name: tuple(value.shape) if isinstance(value, Tensor) else None
         for name, value in stage.module.state_dict().items()
     }
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What the driver can know of a parameter: its name in the whole module, and where it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    stage: int
+    device: torch.device
+
+
+def parameters_info(stage: Stage) -> list[ParameterInfo]:
+    return [
+        ParameterInfo(name, tuple(p.shape), p.dtype, p.requires_grad, stage.index, p.device)
+        for name, p in stage.module.named_parameters()
+    ]
 
 
 def load_state_dict(stage: Stage, state: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from rpcpipe.mailbox import Name, require_picklable
 from rpcpipe.optim import PipeOptimizer
 from rpcpipe.skip.layout import SkipLayout
 from rpcpipe.stage import Order, Stage
+from rpcpipe.state import from_torchgpipe
 from rpcpipe.step import Port, Step
 from rpcpipe.timeline import Timeline
 from rpcpipe.world import World
@@ -29,6 +30,14 @@ from rpcpipe.world import World
 __all__ = ["Pipe"]
 
 logger = logging.getLogger("rpcpipe")
+
+
+class Layer(NamedTuple):
+    """What ``pipe[k]`` says of a layer."""
+
+    name: str
+    type: str
+    stage: int
 
 
 class Pipe(nn.Module):
@@ -124,6 +133,11 @@ class Pipe(nn.Module):
                 world.worker(j), self._stage_class, j, device, world.process(j).threads
             )
             for j, device in enumerate(self._devices)
+        ]
+        self._layers = [
+            Layer(name, type(layer).__name__, j)
+            for j, part in enumerate(parts)
+            for name, layer in part.items()
         ]
         self._connect(skips)
         firsts = itertools.accumulate(self.balance, initial=0)
@@ -286,6 +300,16 @@ class Pipe(nn.Module):
         (value,) = self._collect([answer], f"call {getattr(fn, '__name__', fn)}")
         return value
 
+    def named_parameters_info(self) -> list[inside.ParameterInfo]:
+        """Name, shape, dtype, stage and device of each parameter, in the order of the layers.
+
+        A parameter tied across stages is named once, where it comes first.
+        """
+        found = self._everywhere("name its parameters", inside.parameters_info)
+        copies = {(j, name) for tie in self._ties for j, name in tie.names.items()}
+        copies -= {(tie.owner, tie.names[tie.owner]) for tie in self._ties}
+        return [info for infos in found for info in infos if (info.stage, info.name) not in copies]
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """All parameters and buffers on the driver, under the unpartitioned module's names."""
         found = self._everywhere("give its state", inside.state_dict)
@@ -301,6 +325,8 @@ class Pipe(nn.Module):
     ) -> Any:
         """Load parameters and buffers by the unpartitioned module's names.
 
+        What a torchgpipe model has saved is taken as well: its names tell its partition.
+
         Raises:
             RuntimeError: as ``nn.Module.load_state_dict``, before anything has changed.
         """
@@ -308,6 +334,7 @@ class Pipe(nn.Module):
             raise ValueError("assign=True would replace parameters that optimizers hold")
         shapes = self._everywhere("name its state", inside.state_shapes)
         known = {name: shape for stage in shapes for name, shape in stage.items()}
+        state_dict = from_torchgpipe(state_dict, known.keys())
         missing = [name for name in known if name not in state_dict]
         unexpected = [name for name in state_dict if name not in known]
         wrong = [
@@ -367,3 +394,7 @@ class Pipe(nn.Module):
     def __len__(self) -> int:
         """Number of layers."""
         return sum(self.balance)
+
+    def __getitem__(self, k: int) -> Layer:
+        """What and where layer ``k`` is; the layer itself is in its stage."""
+        return self._layers[k]

@@ -135,6 +135,41 @@ def test_unet_with_its_long_skips_is_bitwise_itself(world: World, mode: str) -> 
     check(world, unet_without_dropout, (torch.randn(4, 3, 32, 32),), balance, mode=mode)
 
 
+# ----------------------------------------------------------------------------------------- names
+
+
+@two
+def test_a_checkpoint_of_torchgpipe_loads(world: World) -> None:
+    """Its names tell the partition, the wrapper of a skippable, and unfinished statistics."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4)))
+    plain = {name: torch.full_like(t, 2) for name, t in module.state_dict().items()}
+    theirs = {
+        **{f"partitions.0.{name}": t for name, t in plain.items() if name[0] == "0"},
+        **{f"partitions.1.{name}": t for name, t in plain.items() if name[0] == "1"},
+        **{f"partitions.1.2.module.{name[2:]}": t for name, t in plain.items() if name[0] == "2"},
+        "partitions.1.1.sum": torch.zeros(4),
+        "partitions.1.1.sum_squares": torch.zeros(4),
+    }
+    pipe = rpcpipe.Pipe(module, world, balance=[2, 1])
+    pipe.load_state_dict(theirs)
+    check_equal(pipe.state_dict(), plain)
+    with pytest.raises(RuntimeError, match=r"unexpected keys.*nonsense"):
+        pipe.load_state_dict({**theirs, "partitions.0.nonsense": torch.zeros(1)})
+
+
+@two
+def test_layers_and_parameters_can_be_looked_up(world: World) -> None:
+    pipe = rpcpipe.Pipe(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), world, balance=[1, 1])
+    assert pipe[1] == ("1", "ReLU", 1)
+    assert [layer.stage for layer in pipe] == [0, 1]
+    infos = pipe.named_parameters_info()
+    assert [(i.name, i.shape, i.stage) for i in infos] == [
+        ("0.weight", (3, 4), 0),
+        ("0.bias", (3,), 0),
+    ]
+
+
 # ------------------------------------------------------------------------------------ batch norm
 
 

@@ -131,14 +131,22 @@ def test_a_parameter_of_two_stages_stays_one_parameter(world: World) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4], indirect=True)
-def test_dropout_of_a_seeded_pipe_does_not_depend_on_the_stages(world: World) -> None:
+def test_losses_of_a_seeded_pipe_do_not_depend_on_the_stages(world: World) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4), nn.Dropout()]
     balance = {1: [4], 2: [2, 2], 4: [1, 1, 1, 1]}[world.stages]
     pipe = rpcpipe.Pipe(nn.Sequential(*layers), world, balance=balance, chunks=2, seed=7)
-    out = pipe(torch.ones(4, 4))
-    SEEDED.setdefault("out", out.detach())
-    assert torch.equal(out, SEEDED["out"])
+    opt = pipe.optimizer(torch.optim.Adam, lr=0.1)
+    losses = []
+    for _ in range(5):
+        loss = pipe(torch.ones(4, 4)).pow(2).sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    LOSSES.setdefault("seeded", losses)
+    assert losses == LOSSES["seeded"]
+    assert len(set(losses)) == 5
 
 
-SEEDED: dict[str, Tensor] = {}
+LOSSES: dict[str, list[float]] = {}

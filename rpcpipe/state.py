@@ -1,0 +1,38 @@
+"""State: checkpoints of other layouts, under the names of the unpartitioned module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+__all__ = ["from_torchgpipe"]
+
+_PARTITION = re.compile(r"partitions\.\d+\.")
+_ACCUMULATORS = ("sum", "sum_squares")  # of torchgpipe's deferred batch norm, between mini-batches
+
+
+def from_torchgpipe(state: Mapping[str, Any], known: Collection[str]) -> Mapping[str, Any]:
+    """The state under plain names, if it is that of a ``torchgpipe.GPipe``; as it is otherwise.
+
+    torchgpipe (0.0.7) puts ``partitions.3.`` in front of a layer's name, wraps skippable layers in
+    a ``module``, and keeps what its deferred batch norm has added up.
+
+    Args:
+        known: the plain names.
+    """
+    if not state or not all(map(_PARTITION.match, state)):
+        return state
+    plain: dict[str, Any] = {}
+    for name, value in state.items():
+        short = _PARTITION.sub("", name, count=1)
+        short = short if short in known else _unwrapped(short, known)
+        if short in known or short.rpartition(".")[2] not in _ACCUMULATORS:
+            plain[short] = value
+    return plain
+
+
+def _unwrapped(name: str, known: Collection[str]) -> str:
+    words = name.split(".")
+    unwrapped = ".".join(word for word in words if word != "module")
+    return unwrapped if unwrapped in known else name
