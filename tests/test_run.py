@@ -353,6 +353,32 @@ def test_script_that_fails_when_a_stage_imports_it(lab: Lab) -> None:
 
 # -------------------------------------------------------------------------------------- death
 
+KEPT = """
+def train(world):
+    global pipe, out
+    pipe = rpcpipe.Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), world, balance=[1, 1])
+    out = pipe(torch.ones(4, 3)).sum()
+
+
+if __name__ == "__main__":
+    rpcpipe.run(train, stages=2)
+    for use in (lambda: pipe(torch.ones(4, 3)), out.backward):
+        try:
+            use()
+        except RuntimeError as exc:
+            print(exc)
+"""
+
+
+def test_a_pipe_at_module_level_does_not_keep_the_script_from_ending(lab: Lab) -> None:
+    ended = lab.run(lab.script(KEPT))
+    assert ended.code == 0
+    assert ended.err == ""
+    lines = ended.out.splitlines()
+    assert len(lines) == 2
+    assert all("the world this pipe belongs to is over" in line for line in lines)
+
+
 LONG = """
 class Long(nn.Module):
     def forward(self, x):
