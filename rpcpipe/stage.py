@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import threading
@@ -351,7 +352,7 @@ class Stage:
         with checkpoint.phase(checkpointing=i in run.recomputed):
             results = self._compute_partition(order, i, kept, spare=i in run.recomputed)
         kept.outputs = _tensors(results)
-        sent = _pack(results, order.grad)
+        sent = _pack(results, order.grad, self._own_memory())
         if order.grad:
             sent = self._cross(run, i, received, kept.outputs, sent)
             if i in run.recomputed:
@@ -409,6 +410,11 @@ class Stage:
         for k, tensor in zip(where, crossed, strict=True):
             leaves[k] = tensor
         return pytree.tree_unflatten(leaves, spec)  # type: ignore[no-any-return]
+
+    def _own_memory(self) -> set[int]:
+        """Where the layers' parameters and buffers are, which may change while they are sent."""
+        held = itertools.chain(self.module.parameters(), self.module.buffers())
+        return {tensor.untyped_storage().data_ptr() for tensor in held}
 
     def trainable(self) -> list[Tensor]:
         return [p for p in self.module.parameters() if p.requires_grad]
@@ -521,10 +527,15 @@ def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _pack(results: Values, grad: bool) -> Values:
+def _pack(results: Values, grad: bool, own_memory: set[int]) -> Values:
     """Results as they are sent: the stage's value as the arguments of the next one."""
+
+    def send(tensor: Tensor) -> Tensor:
+        sent = _sendable(tensor)
+        return sent.clone() if sent.untyped_storage().data_ptr() in own_memory else sent
+
     require_picklable(results)
-    sent = pytree.tree_map_only(Tensor, _sendable, results)
+    sent = pytree.tree_map_only(Tensor, send, results)
     value = sent.pop(None)
     bare = grad and not any(t.requires_grad for t in _tensors(results[None]))
     # Skips first: the tail is then the last tensor of all.

@@ -223,3 +223,28 @@ def test_a_dropped_step_leaves_the_tied_gradients_of_another_alone() -> None:
     assert module.weight.grad is now
     ties.restore(module, step=4)
     assert module.weight.grad is before
+
+
+class Reused(nn.Module):
+    """Puts every result into the same buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("result", torch.zeros(2**18))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.result.copy_(x[0].expand(2**18))[None]
+
+
+@two
+def test_buffer_that_a_layer_returns_may_be_used_for_the_next_micro_batch(world: World) -> None:
+    """Micro-batches arrived with the values of later ones.
+
+    Sends read the memory they are given while they are under way. What belongs to the layers is
+    copied now.
+    """
+    pipe = rpcpipe.Pipe(nn.Sequential(Reused(), nn.Identity()), world, balance=[1, 1], chunks=16)
+    for _ in range(5):
+        with torch.no_grad():
+            out = pipe(torch.arange(16.0)[:, None])
+        assert torch.equal(out, torch.arange(16.0)[:, None].expand(16, 2**18))
