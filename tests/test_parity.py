@@ -4,136 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
-from test_models import tiny_amoebanetd, tiny_resnet, tiny_unet
-from test_transparency import check, cut
 from torch import Tensor, nn
 from toys import all_grads, check_equal, grads
 
 import rpcpipe
 from rpcpipe import BalanceError, World
 from rpcpipe.schedule import MODES
-from rpcpipe.skip import Namespace, pop, skippable, stash
 
 two = pytest.mark.parametrize("world", [2], indirect=True)
 three = pytest.mark.parametrize("world", [3], indirect=True)
 four = pytest.mark.parametrize("world", [4], indirect=True)
 every_mode = pytest.mark.parametrize("mode", MODES)
-
-# ----------------------------------------------------------------------------------------- skips
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor):
-        yield stash("skip", x * 2)
-        return x
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    def forward(self, x: Tensor):
-        skip = yield pop("skip")
-        return x + skip
-
-
-def one_to_three() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Pop())
-
-
-@three
-@every_mode
-@pytest.mark.parametrize("balance", [[2, 1, 2], [1, 3, 1], [1, 1, 3], [3, 1, 1]])
-def test_skip_goes_from_stage_to_stage(world: World, mode: str, balance: list[int]) -> None:
-    check(world, one_to_three, (torch.randn(7, 4, requires_grad=True),), balance, mode=mode)
-
-
-def twice() -> nn.Sequential:
-    torch.manual_seed(0)
-    outer, inner = Namespace(), Namespace()
-    return nn.Sequential(
-        nn.Linear(4, 4),
-        Stash().isolate(outer),
-        Stash().isolate(inner),
-        nn.Linear(4, 4),
-        Pop().isolate(inner),
-        nn.Sequential(nn.Tanh(), Pop().isolate(outer)),
-    )
-
-
-@four
-@every_mode
-def test_skips_of_one_name_keep_apart_and_are_found_at_any_depth(world: World, mode: str) -> None:
-    check(world, twice, (torch.randn(5, 4),), [2, 2, 1, 1], mode=mode)
-
-
-@skippable(stash=["mask", "count", "nothing", "unused"])
-class StashAll(nn.Module):
-    def forward(self, x: Tensor):
-        yield stash("mask", x > 0)
-        yield stash("count", torch.arange(len(x)))
-        yield stash("nothing", None)
-        yield stash("unused", x + 1)
-        return x
-
-
-@skippable(pop=["mask", "count", "nothing", "unused"])
-class PopAll(nn.Module):
-    def forward(self, x: Tensor):
-        mask = yield pop("mask")
-        count = yield pop("count")
-        nothing = yield pop("nothing")
-        yield pop("unused")
-        assert nothing is None
-        assert mask.dtype == torch.bool
-        return torch.where(mask, x, x * count[:, None])
-
-
-def all_kinds() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), StashAll(), nn.Linear(4, 4), PopAll())
-
-
-@three
-@every_mode
-def test_any_tensor_and_none_may_be_skipped(world: World, mode: str) -> None:
-    check(world, all_kinds, (torch.randn(6, 4),), [2, 1, 1], mode=mode)
-
-
-@two
-@every_mode
-@pytest.mark.parametrize("build", [tiny_amoebanetd, tiny_resnet])
-def test_models_of_the_papers_are_bitwise_themselves(
-    world: World, build: Callable[[], nn.Sequential], mode: str
-) -> None:
-    def seeded() -> nn.Sequential:
-        torch.manual_seed(0)
-        return build()
-
-    x = torch.randn(5, 3, 32, 32)
-    check(world, seeded, (x,), cut(len(build()), 2), chunks=2, mode=mode)
-
-
-def unet_without_dropout() -> nn.Sequential:
-    torch.manual_seed(0)
-    return tiny_unet().apply(without_dropout)
-
-
-def without_dropout(module: nn.Module) -> None:
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        module.p = 0.0
-
-
-@three
-@every_mode
-def test_unet_with_its_long_skips_is_bitwise_itself(world: World, mode: str) -> None:
-    balance = cut(len(tiny_unet()), 3)
-    check(world, unet_without_dropout, (torch.randn(4, 3, 32, 32),), balance, mode=mode)
-
 
 # ----------------------------------------------------------------------------------------- names
 

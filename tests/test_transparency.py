@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from test_models import tiny_amoebanetd, tiny_resnet, tiny_unet
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from toys import all_grads, await_equal, held_everywhere
@@ -15,10 +16,12 @@ from toys import all_grads, await_equal, held_everywhere
 import rpcpipe
 from rpcpipe import World, microbatch
 from rpcpipe.schedule import MODES
+from rpcpipe.skip import Namespace, pop, skippable, stash
 
 any_world = pytest.mark.parametrize("world", [1, 2, 3, 4], indirect=True)
 two = pytest.mark.parametrize("world", [2], indirect=True)
 three = pytest.mark.parametrize("world", [3], indirect=True)
+four = pytest.mark.parametrize("world", [4], indirect=True)
 every_mode = pytest.mark.parametrize("mode", MODES)
 every_chunks = pytest.mark.parametrize("chunks", [1, 2, 3, 8])
 
@@ -253,391 +256,165 @@ def test_trains_to_the_same_parameters(world: World, mode: str) -> None:
     same(detached(pipe.state_dict()), detached(module.state_dict()))
 
 
-# ------------------------------------------------------------------------ what passes the stages
+# ----------------------------------------------------------------------------------------- skips
 
 
-class Cast(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype)
-
-
-class Apart(nn.Module):
-    """A structure of tensors of many kinds, from the first layer to the others."""
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {
-            "x": x,
-            "pair": (x[:, :1] * 2, [x.detach() > 0]),
-            "count": torch.arange(x.shape[0]),
-            "flag": True,
-            "none": None,
-        }
-
-
-class Scale(nn.Module):
-    """Works on one value of a structure and hands the rest on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([2.0, 3.0, 4.0]))
-
-    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
-        a, (mask,) = value["pair"]
-        assert value["flag"] is True
-        assert value["none"] is None
-        y = value["x"] * self.weight + a * mask + value["count"].unsqueeze(1)
-        return {**value, "x": y, "best": y.argmax(1)}
-
-
-class Identity(nn.Module):
-    """Returns what it is given: its output is its input."""
-
-    def forward(self, *args: Any) -> Any:
-        return args if len(args) > 1 else args[0]
-
-
-class Transpose(nn.Module):
-    """Neither contiguous nor new memory."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2)
-
-
-class Views(nn.Module):
-    """Several views of one memory, one of them expanded."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return x, x[:, 1:], x.t().t(), x.mean(1, keepdim=True).expand(-1, 5), x.new_ones(len(x), 2)
-
-
-class Sum(nn.Module):
-    def forward(self, values: tuple[Tensor, ...]) -> Tensor:
-        return torch.cat([v * (k + 1) for k, v in enumerate(values)], 1)
-
-
-class Both(nn.Module):
-    """Two heads, and a number a micro-batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.a(x), self.b(x), x.pow(2).mean(), self.a(x).argmax(1)
-
-
-class MaskedMean(nn.Module):
-    def forward(self, x: Tensor, mask: Tensor, *, scale: float = 1.0) -> Tensor:
-        return (x * mask.unsqueeze(2)).sum(1) * scale
-
-
-class Joined(nn.Module):
-    """Token ids and a mask, the mask handed on beside the embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(9, 4, padding_idx=0)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.embedding(ids), mask, ids
-
-
-class Attend(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        x, mask, ids = value
-        return self.linear(x).masked_fill(~mask.unsqueeze(2), 0.0), mask, ids
-
-
-class SquareInPlace(nn.Module):
-    """Overwrites what it is given; no gradient is asked through it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(x)
-
-
-class InPlaceIfPositive(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.exp_() if bool((x > 0).all()) else x
-
-
-class InPlaceInTraining(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.exp_() if self.training else x
-
-
-class AddInPlace(nn.Module):
-    def forward(self, value: dict[str, Any]) -> Tensor:
-        return value["x"].add_(value["pair"][0]).relu_()
-
-
-def linears(dtype: torch.dtype) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(4, 4, dtype=dtype) for _ in range(3)))
-
-
-DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.complex64]
-
-
-@three
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes_pass(world: World, dtype: torch.dtype) -> None:
-    x = torch.randn(7, 4).to(dtype).requires_grad_()
-    found = check(world, lambda: linears(dtype), (x,), [1, 1, 1])
-    assert found.outputs.dtype == dtype
-
-
-@three
-def test_dtype_may_change_from_stage_to_stage(world: World) -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(4, 4, dtype=torch.float64), Cast(torch.bfloat16),
-            nn.Linear(4, 4, dtype=torch.bfloat16), Cast(torch.float32), nn.Linear(4, 2),
-        )  # fmt: skip
-
-    x = torch.randn(7, 4, dtype=torch.float64).requires_grad_()
-    check(world, build, (x,), [2, 2, 1])
-
-
-@three
-@every_mode
-def test_token_ids_and_masks_pass_beside_the_embeddings(world: World, mode: str) -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(Joined(), Attend(), Attend())
-
-    ids = torch.randint(0, 9, (7, 5))
-    found = check(world, build, (ids, ids != 0), [1, 1, 1], mode=mode)
-    assert [t.dtype for t in found.outputs] == [torch.float32, torch.bool, torch.int64]
-    assert not found.grads["0.embedding.weight"][0].any()
-
-
-@three
-@every_mode
-def test_structures_pass(world: World, mode: str) -> None:
-    x = torch.randn(7, 3).requires_grad_()
-    found = check(
-        world, lambda: nn.Sequential(Apart(), Scale(), Scale()), (x,), [1, 1, 1], mode=mode
-    )
-    assert found.outputs["flag"] is True
-    assert not found.outputs["best"].requires_grad
-
-
-@two
-@every_mode
-@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
-def test_outputs_may_be_left_out_of_the_loss(
-    world: World, used: tuple[int, ...], mode: str
-) -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), Both())
-
-    def loss(outputs: tuple[Tensor, ...]) -> Tensor:
-        return torch.stack([outputs[k].pow(2).sum() for k in used]).sum()
-
-    x = torch.randn(7, 4).requires_grad_()
-    check(world, build, (x,), [1, 1], loss=loss, mode=mode)
-
-
-@two
-def test_loss_may_use_some_rows_only(world: World) -> None:
-    x = torch.randn(13, 5).requires_grad_()
-    check(world, mlp, (x,), [2, 3], loss=lambda out: out[3:5].pow(3).sum())
-
-
-@three
-@every_mode
-@pytest.mark.parametrize("where", [0, 1, 2])
-def test_a_stage_may_return_its_input(world: World, where: int, mode: str) -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        layers: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        layers.insert(where, Identity())
-        return nn.Sequential(*layers)
-
-    x = torch.randn(7, 4).requires_grad_()
-    check(world, build, (x,), [1, 1, 1], mode=mode, steps=2)
-
-
-@three
-def test_nothing_but_identities(world: World) -> None:
-    x, y = torch.randn(7, 4).requires_grad_(), torch.arange(7)
-    found = check(
-        world, lambda: nn.Sequential(Identity(), Identity(), Identity()), (x, y), [1, 1, 1]
-    )
-    assert found.grads == {}
-
-
-@two
-@every_mode
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_first_layer_of_a_stage_may_work_in_place(
-    world: World, requires_grad: bool, mode: str
-) -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)
-        )
-
-    x = torch.randn(7, 4).requires_grad_(requires_grad)
-    module = build()
-    pipe = rpcpipe.Pipe(module, world, balance=[2, 2], chunks=3, checkpoint=mode)
-    for _ in range(3):  # the first step finds out that the stage works in place
-        given = x.detach().clone().requires_grad_(requires_grad)
-        out = pipe(given)
-        squares(out).backward()
-        same(given.detach(), x.detach())
-        out_of_place = nn.Sequential(nn.ReLU(), *module[1:])  # a leaf must not be changed
-        wanted = plain_step(out_of_place, (x,), 3)
-        same(out, wanted.outputs)
-        same(all_grads(pipe), wanted.grads)
-        same(input_grads(given), wanted.input_grads)
-
-
-@two
-@every_mode
-def test_in_place_work_without_gradients_is_done_once(world: World, mode: str) -> None:
-    module = nn.Sequential(SquareInPlace(), SquareInPlace(), nn.Linear(4, 4))
-    pipe = rpcpipe.Pipe(module, world, balance=[1, 2], chunks=3, checkpoint=mode)
-    x = torch.randn(7, 4)
-    before = x.clone()
-    for _ in range(2):
-        out = pipe(x)
-        squares(out).backward()
-        wanted = plain_step(module, (before,), 3)
-        same(out, wanted.outputs)
-        same(all_grads(pipe), wanted.grads)
-    same(x, before)
-
-
-@two
-@every_mode
-def test_a_layer_may_come_to_work_in_place_later(world: World, mode: str) -> None:
-    """As ``Dropout(inplace=True)``, which does nothing in ``eval``."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 4), InPlaceInTraining(), nn.Linear(4, 4)).eval()
-    pipe = rpcpipe.Pipe(module, world, balance=[1, 2], chunks=3, checkpoint=mode)
-    x = torch.randn(7, 4)
-    for training in (False, True, False, True):
-        pipe.train(training)
-        module.train(training)
-        same(pipe_step(pipe, (x,)), plain_step(module, (x,), 3))
-
-
-@two
-def test_a_layer_that_works_in_place_now_and_then_is_refused(world: World) -> None:
-    pipe = rpcpipe.Pipe(nn.Sequential(Identity(), InPlaceIfPositive()), world, balance=[1, 1])
-    pipe.chunks, pipe.checkpoint = 4, "always"
-    x = torch.ones(4, 2).requires_grad_()
-    pipe(x).sum().backward()  # always: each is copied
-    pipe.eval()(-x).sum().backward()  # never: none will be
-    with pytest.raises(rpcpipe.StageError, match="in place"):
-        pipe(x)
-    pipe.checkpoint = "never"
-    pipe(x).sum().backward()
-
-
-@two
-@every_mode
-def test_in_place_work_on_a_part_of_a_structure(world: World, mode: str) -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 3), Apart(), AddInPlace(), nn.Linear(3, 2))
-
-    x = torch.randn(7, 4).requires_grad_()
-    check(world, build, (x,), [2, 2], mode=mode, steps=2)
-
-
-@two
-@every_mode
-def test_views_and_expanded_outputs_pass(world: World, mode: str) -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 4), Views(), Sum(), Views())
-
-    x = torch.randn(7, 4).requires_grad_()
-    check(world, build, (x,), [2, 2], mode=mode)
-
-
-@two
-@every_mode
-def test_non_contiguous_inputs_and_outputs_pass(world: World, mode: str) -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 4), Transpose(), nn.Linear(5, 2), Transpose())
-
-    x = torch.randn(3, 9, 5).permute(1, 2, 0).requires_grad_()
-    found = check(world, build, (x,), [2, 2], mode=mode)
-    assert found.outputs.shape == (9, 2, 4)
-
-
-@two
-@every_mode
-def test_channels_last_stays_so(world: World, mode: str) -> None:
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        convs = [nn.Conv2d(4, 4, 3, padding=1) for _ in range(3)]
-        model = nn.Sequential(IsChannelsLast(), *convs, IsChannelsLast())
-        return model.to(memory_format=torch.channels_last)
-
-    x = torch.randn(7, 4, 5, 5).to(memory_format=torch.channels_last).requires_grad_()
-    found = check(world, build, (x,), [2, 3], mode=mode)
-    assert found.outputs.is_contiguous(memory_format=torch.channels_last)
-
-
-class IsChannelsLast(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        assert x.is_contiguous(memory_format=torch.channels_last)
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor):
+        yield stash("skip", x * 2)
         return x
 
 
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor):
+        skip = yield pop("skip")
+        return x + skip
+
+
+def one_to_three() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Pop())
+
+
+@three
+@every_mode
+@pytest.mark.parametrize("balance", [[2, 1, 2], [1, 3, 1], [1, 1, 3], [3, 1, 1]])
+def test_skip_goes_from_stage_to_stage(world: World, mode: str, balance: list[int]) -> None:
+    check(world, one_to_three, (torch.randn(7, 4, requires_grad=True),), balance, mode=mode)
+
+
+def twice() -> nn.Sequential:
+    torch.manual_seed(0)
+    outer, inner = Namespace(), Namespace()
+    return nn.Sequential(
+        nn.Linear(4, 4),
+        Stash().isolate(outer),
+        Stash().isolate(inner),
+        nn.Linear(4, 4),
+        Pop().isolate(inner),
+        nn.Sequential(nn.Tanh(), Pop().isolate(outer)),
+    )
+
+
+@four
+@every_mode
+def test_skips_of_one_name_keep_apart_and_are_found_at_any_depth(world: World, mode: str) -> None:
+    check(world, twice, (torch.randn(5, 4),), [2, 2, 1, 1], mode=mode)
+
+
+@skippable(stash=["mask", "count", "nothing", "unused"])
+class StashAll(nn.Module):
+    def forward(self, x: Tensor):
+        yield stash("mask", x > 0)
+        yield stash("count", torch.arange(len(x)))
+        yield stash("nothing", None)
+        yield stash("unused", x + 1)
+        return x
+
+
+@skippable(pop=["mask", "count", "nothing", "unused"])
+class PopAll(nn.Module):
+    def forward(self, x: Tensor):
+        mask = yield pop("mask")
+        count = yield pop("count")
+        nothing = yield pop("nothing")
+        yield pop("unused")
+        assert nothing is None
+        assert mask.dtype == torch.bool
+        return torch.where(mask, x, x * count[:, None])
+
+
+def all_kinds() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), StashAll(), nn.Linear(4, 4), PopAll())
+
+
+@three
+@every_mode
+def test_any_tensor_and_none_may_be_skipped(world: World, mode: str) -> None:
+    check(world, all_kinds, (torch.randn(6, 4),), [2, 1, 1], mode=mode)
+
+
 @two
-def test_a_slice_of_a_large_tensor_travels_alone(world: World) -> None:
-    """Else RPC would send the storage it is a view of."""
-    pipe = rpcpipe.Pipe(nn.Sequential(Storage(), Identity()), world, balance=[1, 1], chunks=2)
-    large = torch.randn(100, 1000)
-    out = pipe(large[:4, :2])
-    assert out.tolist() == [[16.0], [16.0], [16.0], [16.0]]  # two rows of two floats
+@every_mode
+@pytest.mark.parametrize("build", [tiny_amoebanetd, tiny_resnet])
+def test_models_of_the_papers_are_bitwise_themselves(
+    world: World, build: Callable[[], nn.Sequential], mode: str
+) -> None:
+    def seeded() -> nn.Sequential:
+        torch.manual_seed(0)
+        return build()
+
+    x = torch.randn(5, 3, 32, 32)
+    check(world, seeded, (x,), cut(len(build()), 2), chunks=2, mode=mode)
 
 
-class Storage(nn.Module):
+def unet_without_dropout() -> nn.Sequential:
+    torch.manual_seed(0)
+    return tiny_unet().apply(without_dropout)
+
+
+def without_dropout(module: nn.Module) -> None:
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        module.p = 0.0
+
+
+@three
+@every_mode
+def test_unet_with_its_long_skips_is_bitwise_itself(world: World, mode: str) -> None:
+    balance = cut(len(tiny_unet()), 3)
+    check(world, unet_without_dropout, (torch.randn(4, 3, 32, 32),), balance, mode=mode)
+
+
+# ----------------------------------------------------------- batch norm and parameters of several
+
+
+@two
+@every_mode
+def test_deferred_batch_norm_changes_no_bit_but_its_statistics(world: World, mode: str) -> None:
+    x = torch.randn(6, 2, 8, 8, requires_grad=True)
+    options = {"balance": [4, 4], "chunks": 4, "checkpoint": mode}
+    deferred = rpcpipe.Pipe(conv_net(), world, **options, deferred_batch_norm=True)
+    found, wanted = pipe_step(deferred, (x,)), plain_step(conv_net(), (x,), 4)
+    same(found[:-1], wanted[:-1])
+    whole = nn.Sequential(*list(conv_net())[:2])
+    whole(x.detach())
+    close(found.state["1.running_var"], whole.state_dict()["1.running_var"])
+    assert found.state["1.num_batches_tracked"] == 1
+
+
+class Tied(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
     def forward(self, x: Tensor) -> Tensor:
-        return torch.full((len(x), 1), float(x.untyped_storage().nbytes()))
+        return x @ self.weight
 
 
-@two
-def test_arguments_by_keyword_and_values_that_are_no_tensors(world: World) -> None:
-    pipe = rpcpipe.Pipe(nn.Sequential(MaskedMean(), nn.Linear(4, 2)), world, balance=[1, 1])
-    pipe.chunks = 3
-    x, mask = torch.randn(7, 5, 4), torch.rand(7, 5) > 0.5
-    out = pipe(x, mask=mask, scale=0.5)
-    reference = nn.Linear(4, 2)
-    reference.load_state_dict({k[2:]: v for k, v in pipe.state_dict().items()})
-    close(out.detach(), reference((x * mask.unsqueeze(2)).sum(1) * 0.5).detach())
+def tied() -> nn.Sequential:
+    torch.manual_seed(0)
+    first = Tied(nn.Parameter(torch.randn(4, 4) / 2))
+    return nn.Sequential(first, nn.Tanh(), nn.Linear(4, 4), Tied(first.weight))
 
 
-@two
-def test_gradient_flows_on_into_the_drivers_graph(world: World) -> None:
-    module = mlp()
-    pipe = rpcpipe.Pipe(module, world, balance=[2, 3], chunks=2)
-    before, after = nn.Linear(5, 5), nn.Linear(3, 1)
-    x = torch.randn(6, 5)
-    after(pipe(before(x))).sum().backward()
-    found = [p.grad for p in [*before.parameters(), *after.parameters()]]
-    before.zero_grad()
-    after.zero_grad()
-    after(module(before(x))).sum().backward()
-    close(found, [p.grad for p in [*before.parameters(), *after.parameters()]])
+@three
+@every_mode
+def test_a_tied_parameter_trains_as_in_one_process(world: World, mode: str) -> None:
+    plain = tied()
+    pipe = rpcpipe.Pipe(tied(), world, balance=[1, 2, 1], chunks=1, checkpoint=mode)
+    opt = pipe.optimizer(torch.optim.Adam, lr=0.01)
+    reference = torch.optim.Adam(plain.parameters(), lr=0.01)
+    for _ in range(3):
+        x = torch.randn(5, 4)
+        squares(pipe(x)).backward()
+        squares(plain(x)).backward()
+        for optimizer in (opt, reference):
+            optimizer.step()
+            optimizer.zero_grad()
+    same(detached(pipe.state_dict()), detached(plain.state_dict()))
 
 
 # ---------------------------------------------------------------------------------------- modes
