@@ -115,6 +115,7 @@ class _Run:
         ]
         self.gradients: list[Slot[Any]] = [Slot() for _ in range(order.m)]
         self.departures: list[Slot[Any]] = [Slot() for _ in range(order.m)]
+        self.done: Future[None] = Future()  # when the last task is, or none will follow
 
     def arrive(self, i: int, gradients: boundary.Gradients) -> None:
         _settle(self.gradients[i], gradients)
@@ -140,9 +141,12 @@ class _Run:
             _settle(slot, None)
 
     def forget(self) -> None:
+        """Release everything. On the compute thread."""
         self.kept.clear()
         self.collected = {}
         self.token = None
+        if not self.done.done():
+            self.done.set_result(None)
 
 
 class _Collector:
@@ -216,11 +220,16 @@ class Stage:
                 answer.add_done_callback(_forward_to(run.received[i][name]))
         self._jobs.put(lambda: self._advance(run))
 
-    def announce(self, step: int) -> None:
-        """The backward pass has begun: what can be done before a gradient arrives may be."""
+    def announce(self, step: int) -> Future[None]:
+        """The backward pass has begun: what can be done before a gradient arrives may be.
+
+        Answered when the last task of the step is done.
+        """
         run = self._runs.get(step)
-        if run is not None:
-            self._jobs.put(lambda: self._begin_backward(run))
+        if run is None:
+            return transport.completed(None)
+        self._jobs.put(lambda: self._begin_backward(run))
+        return run.done
 
     def collect(self, context: int, token: Tensor) -> Tensor:
         """Have the gradients of this context's steps delivered to it when it reaches the token.

@@ -170,12 +170,16 @@ class Step:
             )
         assert self._tape is not None
         self._live = False
-        self._announce()
+        announced = self.tell_stages("announce", self.order.step)
         ends = [end for row in self._ends for end in row]
         seeds = [g for row in self._divide(gradients) for g in row]
         leaves = [leaf for row in self._leaves for leaf in row]
         try:
             found = self._tape.backward([boundary.root(ends, seeds)], leaves)
+            # The engine may have returned too early (torch 2.13): a stage that gets two gradients
+            # at once can forget that it has to wait for the stage before it.
+            for j, answer in enumerate(announced):
+                transport.wait(answer, f"stage {j} to end step {self.order.step}")
         except BaseException as exc:
             self.drop(Failure.capture(exc))
             raise
@@ -196,10 +200,6 @@ class Step:
             _put_together(list(column), divided)
             for column, divided in zip(columns, self._divided, strict=True)
         ]
-
-    def _announce(self) -> None:
-        """Tell the stages that the backward pass begins; not waited for."""
-        self.tell_stages("announce", self.order.step)
 
     def _divide(self, gradients: boundary.Gradients) -> list[list[Tensor | None]]:
         """Gradients of the gathered outputs, as those of what was received, per micro-batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from toys import all_grads, check_equal, grads, mlp
 
 import rpcpipe
-from rpcpipe import StageError, World
+from rpcpipe import StageError, World, transport
 from rpcpipe.stage import Stage
 from rpcpipe.tied import Tie, Ties
 
@@ -248,3 +249,66 @@ def test_buffer_that_a_layer_returns_may_be_used_for_the_next_micro_batch(world:
         with torch.no_grad():
             out = pipe(torch.arange(16.0)[:, None])
         assert torch.equal(out, torch.arange(16.0)[:, None].expand(16, 2**18))
+
+
+class SlowBackward(nn.Module):
+    """Remembers when its last backward pass was over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.over = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.weight
+        y.register_hook(self.work)
+        return y
+
+    def work(self, gradient: Tensor) -> None:
+        time.sleep(0.3)
+        self.over = time.monotonic()
+
+
+def over(module: nn.Module) -> float:
+    return module[0].over  # type: ignore[index, return-value]
+
+
+@two
+def test_backward_ends_when_every_stage_has_ended_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training loop stopped for ever, once in some hundred steps on a busy machine.
+
+    The engine of a process (torch 2.13, ``executeSendFunctionAsync``) clears the list of messages
+    it has to wait for after it has let a second thread begin to send some: two gradients that
+    arrive at the same time were enough for ``backward`` to return before the stages further up
+    had theirs. The context was released and the gradients under way to them were refused. Now
+    each stage says itself when it is done. The race cannot be forced: here the engine returns
+    before anything is done.
+    """
+    backward = transport.Tape.backward
+    engines: list[threading.Thread] = []
+
+    def returns_early(tape: transport.Tape, *given: Any) -> list[None]:
+        engines.append(threading.Thread(target=backward, args=(tape, *given)))
+        engines[-1].start()
+        return []
+
+    monkeypatch.setattr(transport.Tape, "backward", returns_early)
+    module = nn.Sequential(SlowBackward(), nn.Linear(4, 4))
+    pipe = rpcpipe.Pipe(module, world, balance=[1, 1], chunks=2)
+    loss = pipe(torch.randn(4, 4)).sum()
+    loss.backward()
+    returned = time.monotonic()
+    assert 0.0 < pipe.apply_to_stage(0, over) < returned
+    engines[0].join()
+
+
+@pytest.mark.parametrize("world", [4], indirect=True)
+def test_many_short_micro_batches_never_stop(world: World) -> None:
+    """The same, by chance: this is what stopped."""
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    pipe = rpcpipe.Pipe(module, world, balance=[1] * 4, chunks=32)
+    for _ in range(40):
+        pipe(torch.randn(32, 4)).sum().backward()
+    assert len(all_grads(pipe)) == 8
