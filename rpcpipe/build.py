@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import pickle
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcpipe import checkpoint
+from rpcpipe import checkpoint, shipping
 from rpcpipe.batchnorm import convert_deferred_batch_norm
 from rpcpipe.stage import Partition, Stage
 
@@ -41,24 +39,18 @@ def divide(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.M
 
 def serialize(part: dict[str, nn.Module]) -> bytes:
     try:
-        return _dump(part)
-    except (pickle.PicklingError, AttributeError, TypeError):
+        return shipping.dump(part)
+    except shipping.REFUSALS:
         for name, layer in part.items():
             try:
-                _dump(layer)
-            except (pickle.PicklingError, AttributeError, TypeError) as exc:
+                shipping.dump(layer)
+            except shipping.REFUSALS as exc:
                 raise TypeError(
                     f"layers are sent to their stage by pickle, which cannot take layer {name} "
                     f"({type(layer).__name__}): {exc}. Define its class and the functions it holds "
-                    "at the top level of a file; a lambda cannot be sent"
+                    "at the top level of a file and import it; a lambda cannot be sent"
                 ) from exc
         raise
-
-
-def _dump(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 @dataclass(frozen=True)
@@ -84,7 +76,7 @@ class Part:
 
 def build(stage: Stage, part: Part) -> None:
     """Load the pickled layers, materialise those on ``meta``, and have the stage adopt them."""
-    layers: dict[str, nn.Module] = torch.load(io.BytesIO(part.blob), weights_only=False)
+    layers: dict[str, nn.Module] = shipping.load(part.blob)
     before = checkpoint.RngState.capture(stage.device)
     shared: dict[int, Tensor] = {}
     for k, (name, layer) in enumerate(layers.items(), part.first):

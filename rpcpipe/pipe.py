@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.utils import _pytree as pytree
 
 from rpcpipe import balance as balances
 from rpcpipe import boundary, inside, microbatch, schedule, tied, transport
@@ -18,8 +20,10 @@ from rpcpipe.batchnorm import has_batch_norm
 from rpcpipe.build import Part, build, check_module, divide, serialize
 from rpcpipe.checkpoint import AutocastState
 from rpcpipe.errors import Failure
+from rpcpipe.finite import require_finite
 from rpcpipe.mailbox import Name, require_picklable
 from rpcpipe.optim import PipeOptimizer
+from rpcpipe.shipping import require_sendable
 from rpcpipe.skip.layout import SkipLayout
 from rpcpipe.stage import Order, Stage
 from rpcpipe.state import from_torchgpipe
@@ -75,6 +79,8 @@ class Pipe(nn.Module):
         sample: a micro-batch by which to measure the balance, if none is given: what the first
             layer takes.
         devices: where each stage computes; by default ``world.device(j)``.
+        check_finite: look for NaNs and infinities in what every stage computes, forward and
+            backward, and raise where the first one appears. Slow: for finding it.
 
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``, or cannot be pickled.
@@ -96,6 +102,7 @@ class Pipe(nn.Module):
         seed: int | None = None,
         sample: Any = None,
         devices: Sequence[torch.device | str] | None = None,
+        check_finite: bool = False,
     ) -> None:
         super().__init__()
         check_module(module)
@@ -115,12 +122,14 @@ class Pipe(nn.Module):
             )
         self.chunks = chunks
         self.checkpoint = checkpoint
+        self.check_finite = check_finite
         self.training = module.training
         self._world = world
         self._devices = [
             str(devices[j]) if devices else str(world.device(j)) for j in range(world.stages)
         ]
         self._numbers = itertools.count()
+        self._turn = threading.RLock()  # of the threads that call the pipe
         self._port = Port()
         self._collecting: tuple[int | None, list[Tensor]] = (None, [])
         self._remote_port = transport.publish(self._port)
@@ -216,11 +225,23 @@ class Pipe(nn.Module):
 
         Raises:
             TypeError, ValueError: the input cannot be divided; nothing was sent.
+            FloatingPointError: the input is not finite and ``check_finite`` was given.
             StageError: a layer raised; the step is dropped and the pipe can be used on.
             StageLost: a process of the pipeline is gone.
         """
         batches = microbatch.scatter((args, kwargs), self.chunks)
         require_picklable(batches[0])
+        if self.check_finite:
+            require_finite(
+                (f"the input of micro-batch {i}", leaf)
+                for i, batch in enumerate(batches)
+                for leaf in pytree.tree_leaves(batch)
+                if isinstance(leaf, Tensor)
+            )
+        with self._turn:
+            return self._run(batches, (args, kwargs))
+
+    def _run(self, batches: list[Any], inputs: Any) -> Any:
         order = self._order(len(batches))
         if not order.grad:
             step = Step(self, order, batches, None)
@@ -237,7 +258,7 @@ class Pipe(nn.Module):
                 "which keeps a gradient for each copy; call loss.backward() outside of it, or "
                 "change balance= so that the layers that share them are in one stage"
             )
-        return Step(self, order, batches, transport.Tape()).attach((args, kwargs))
+        return Step(self, order, batches, transport.Tape()).attach(inputs)
 
     def _order(self, m: int) -> Order:
         grad = torch.is_grad_enabled()
@@ -250,6 +271,7 @@ class Pipe(nn.Module):
             context=transport.current_tape() if grad else None,
             training=self.training,
             autocast=AutocastState.capture(),
+            check_finite=self.check_finite,
         )
 
     def _collectors(self, context: int | None) -> list[Tensor]:
@@ -270,7 +292,11 @@ class Pipe(nn.Module):
         Args:
             cls: such as ``torch.optim.AdamW``.
             kwargs: its options, such as ``lr``.
+
+        Raises:
+            TypeError: ``cls`` cannot be sent to another process.
         """
+        require_sendable(cls, "the class of an optimizer")
         return PipeOptimizer(self, cls, kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -293,9 +319,11 @@ class Pipe(nn.Module):
 
         Raises:
             IndexError: there is no stage ``j``.
+            TypeError: ``fn`` cannot be sent to another process.
             StageError: ``fn`` raised.
         """
         self._world.process(j)
+        require_sendable(fn, "what apply_to_stage calls")
         answer = self._stages[j].call("perform", inside.apply, fn)
         (value,) = self._collect([answer], f"call {getattr(fn, '__name__', fn)}")
         return value

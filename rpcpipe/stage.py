@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from rpcpipe import batchnorm, boundary, checkpoint, transport
 from rpcpipe.errors import Failure, StageLost
+from rpcpipe.finite import require_finite
 from rpcpipe.mailbox import Mailbox, Name, Parcel, require_picklable
 from rpcpipe.schedule import Program, Task
 from rpcpipe.skip.namespace import Key
@@ -46,6 +47,7 @@ class Order:
     context: int | None  # autograd context that parameters' gradients go to, and not to .grad
     training: bool
     autocast: checkpoint.AutocastState
+    check_finite: bool = False  # whether a value that is not finite is a failure
 
 
 @dataclass(frozen=True)
@@ -361,6 +363,8 @@ class Stage:
         with checkpoint.phase(checkpointing=i in run.recomputed):
             results = self._compute_partition(order, i, kept, spare=i in run.recomputed)
         kept.outputs = _tensors(results)
+        if order.check_finite:
+            require_finite(("an output of this stage", t) for t in kept.outputs)
         sent = _pack(results, order.grad, self._own_memory())
         if order.grad:
             sent = self._cross(run, i, received, kept.outputs, sent)
@@ -482,7 +486,18 @@ class Stage:
             parameters = self.trainable()
             found = torch.autograd.grad(outputs, [*parameters, *inputs], seeds, allow_unused=True)
             _add(run.collected, dict(zip(parameters, found, strict=False)))
+        if run.order.check_finite:
+            require_finite(self._named_gradients(run, inputs))
         return [None if leaf.grad is None else _sendable(leaf.grad) for leaf in inputs]
+
+    def _named_gradients(
+        self, run: _Run, inputs: list[Tensor]
+    ) -> Iterator[tuple[str, Tensor | None]]:
+        for name, parameter in self.partition.named_parameters():
+            gradient = run.collected.get(parameter, parameter.grad)
+            yield f"the gradient of {name}", gradient
+        for leaf in inputs:
+            yield "the gradient of an input of this stage", leaf.grad
 
     def _fail_backward(self, run: _Run, failure: Failure) -> None:
         """Tell the driver, then give the step up: the driver must know before the engine does.

@@ -48,6 +48,7 @@ class Step:
         self.reported: list[Failure] = []
         self._stages = pipe._stages
         self._port = pipe._port
+        self._turn = pipe._turn
         self._collectors = pipe._collectors
         self._finish = functools.partial(pipe._sum_tied, order.step)
         self._programs = schedule.gpipe(
@@ -137,7 +138,8 @@ class Step:
         tokens = [boundary.first_token(), *self._collectors(self.order.context)]
 
         def spread(gradients: boundary.Gradients) -> list[Tensor | None]:
-            return [*map(torch.zeros_like, tokens), *self._backward(gradients)]
+            with self._turn:
+                return [*map(torch.zeros_like, tokens), *self._backward(gradients)]
 
         return self._tie(values, spread, [*tokens, *sources])
 
