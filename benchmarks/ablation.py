@@ -78,8 +78,13 @@ class ByArrival(_Unchained):
         run = self._runs[order.step]
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._recomputed: set[int] = set()
-        for i, slot in enumerate(run.gradients):
-            slot.add_done_callback(lambda _, i=i: self._arrived.put(i))
+        arrive = run.arrive
+
+        def note(i: int, gradients: boundary.Gradients) -> None:
+            arrive(i, gradients)
+            self._arrived.put(i)
+
+        run.arrive = note  # type: ignore[method-assign]
 
     def _execute(self, run: _Run, task: Task) -> None:
         if task.kind == "F":

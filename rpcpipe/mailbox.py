@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
-from torch.utils import _pytree as pytree
 
-from rpcpipe import transport
+from rpcpipe import transport, trees
 from rpcpipe.errors import Failure
 from rpcpipe.skip.namespace import Key
 
@@ -34,11 +33,11 @@ class Parcel:
     tail: Tensor | None = None
 
 
-pytree.register_pytree_node(
+trees.register(
     Parcel,
-    lambda parcel: ([parcel.args, parcel.kwargs, parcel.tail], None),
-    lambda children, _: Parcel(*children),
-    serialized_type_name="rpcpipe.Parcel",
+    lambda parcel: (parcel.args, parcel.kwargs, parcel.tail),
+    Parcel,
+    "rpcpipe.Parcel",
 )
 
 
@@ -48,9 +47,7 @@ def require_picklable(value: Any) -> None:
     Raises:
         TypeError: a leaf of the pytree ``value`` cannot be pickled.
     """
-    for leaf in pytree.tree_leaves(value):
-        if leaf is None or isinstance(leaf, (Tensor, bool, int, float, complex, str, bytes)):
-            continue
+    for leaf in trees.others(value):
         try:
             pickle.dumps(leaf)
         except Exception as exc:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from rpcpipe import trees
+
 __all__ = ["NoChunk", "check", "gather", "scatter", "sizes", "sources"]
 
 
@@ -72,9 +74,16 @@ def scatter(batch: Any, chunks: int) -> list[Any]:
         ``min(rows, chunks)`` pytrees of the same structure. Their tensors are views.
     """
     rows = sizes(check(batch), chunks)
+    if not any(isinstance(leaf, NoChunk) for leaf in trees.others(batch)):
+        pieces = zip(*(tensor.split(rows) for tensor in trees.tensors(batch)), strict=True)
+        return [_replaced(batch, iter(row)) for row in pieces]
     leaves, spec = pytree.tree_flatten(batch)
     columns = [_divide(leaf, rows) for leaf in leaves]
     return [pytree.tree_unflatten(row, spec) for row in zip(*columns, strict=True)]
+
+
+def _replaced(batch: Any, tensors: Iterator[Tensor]) -> Any:
+    return trees.map_tensors(lambda _: next(tensors), batch)
 
 
 def _divide(leaf: Any, rows: list[int]) -> Sequence[Any]:

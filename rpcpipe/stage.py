@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import queue
 import threading
@@ -10,7 +9,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future as Slot
 from concurrent.futures import InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
-from torch.utils import _pytree as pytree
 
-from rpcpipe import batchnorm, boundary, checkpoint, transport
+from rpcpipe import batchnorm, boundary, checkpoint, transport, trees
 from rpcpipe.errors import Failure, StageLost
 from rpcpipe.finite import require_finite
 from rpcpipe.mailbox import Mailbox, Name, Parcel, require_picklable
 from rpcpipe.schedule import Program, Task
 from rpcpipe.skip.namespace import Key
 from rpcpipe.skip.store import SkipStore, use_store
+from rpcpipe.slot import Slot
 from rpcpipe.tied import Ties
 
 __all__ = ["Event", "Order", "Partition", "Stage"]
@@ -93,11 +91,11 @@ class _Kept:
     """What a micro-batch leaves for its backward pass: what it was given, and its graph."""
 
     given: Values  # its tensors are leaves of the stage's own graph
-    rng: checkpoint.RngState
+    rng: checkpoint.RngState | None  # where it is computed again
     outputs: list[Tensor] | None = None
 
     def inputs(self) -> list[Tensor]:
-        return [t for t in _tensors(self.given) if t.requires_grad]
+        return [t for t in trees.tensors(self.given) if t.requires_grad]
 
 
 class _Run:
@@ -112,6 +110,7 @@ class _Run:
         self.token = boundary.first_token() if order.grad else None
         self.kept: dict[int, _Kept] = {}
         self.collected: dict[Tensor, Tensor] = {}  # gradients that do not go to .grad
+        self.parameters_memory: set[int] | None = None
         self.received: list[dict[Name, Slot[Any]]] = [
             {name: Slot() for name in names} for _ in range(order.m)
         ]
@@ -276,6 +275,11 @@ class Stage:
         self._rng = rng
         self._training = module.training
         self._frozen = batchnorm.FrozenStatistics(module)
+        # Layers of torch's own and of ours do not return their buffers.
+        ours = ("torch.nn.modules.", "rpcpipe.")
+        self._with_buffers = [
+            m for m in module.modules() if m._buffers and not type(m).__module__.startswith(ours)
+        ]
         self._works_in_place: bool | None = None
 
     @contextmanager
@@ -359,16 +363,19 @@ class Stage:
             self.module.train(order.training)
             self._training = order.training
             self._works_in_place = None  # dropout may, and does not in eval
-        kept = _Kept(self._accept(received), checkpoint.RngState.capture(self.device))
-        with checkpoint.phase(checkpointing=i in run.recomputed):
-            results = self._compute_partition(order, i, kept, spare=i in run.recomputed)
-        kept.outputs = _tensors(results)
+        spare = i in run.recomputed
+        kept = _Kept(
+            self._accept(received), checkpoint.RngState.capture(self.device) if spare else None
+        )
+        with checkpoint.phase(checkpointing=spare):
+            results = self._compute_partition(order, i, kept, spare=spare)
+        kept.outputs = trees.tensors(results)
         if order.check_finite:
             require_finite(("an output of this stage", t) for t in kept.outputs)
-        sent = _pack(results, order.grad, self._own_memory())
+        sent = _pack(results, order.grad, self._own_memory(run))
         if order.grad:
             sent = self._cross(run, i, received, kept.outputs, sent)
-            if i in run.recomputed:
+            if spare:
                 kept.outputs = None  # and with them the graph
             run.kept[i] = kept
         return sent
@@ -380,7 +387,7 @@ class Stage:
             local = tensor.detach().to(self.device, non_blocking=True)
             return local.requires_grad_(tensor.requires_grad)
 
-        return pytree.tree_map_only(Tensor, leaf, received)  # type: ignore[no-any-return]
+        return trees.map_tensors(leaf, received)  # type: ignore[no-any-return]
 
     def _compute_partition(self, order: Order, i: int, kept: _Kept, *, spare: bool) -> Values:
         """Run the layers; with ``spare``, what was given stays as it is for another time.
@@ -389,8 +396,8 @@ class Stage:
         Whether they do shows the first time in each mode, which therefore works on copies.
         """
         copy = spare and self._works_in_place is not False
-        given = pytree.tree_map_only(Tensor, boundary.copy if copy else boundary.alias, kept.given)
-        versions = [t._version for t in _tensors(given)] if not order.inference else []
+        given = trees.map_tensors(boundary.copy if copy else boundary.alias, kept.given)
+        versions = [t._version for t in trees.tensors(given)] if not order.inference else []
         parcel = given.pop(None)
         store = SkipStore(given)
         self.partition.at = (order.step, i)
@@ -399,7 +406,7 @@ class Stage:
         results: Values = {**{key: store.take(key) for key in self._exports}, None: value}
         store.require_empty()
         if spare and not order.inference:
-            changed = versions != [t._version for t in _tensors([parcel, given])]
+            changed = versions != [t._version for t in trees.tensors([parcel, given])]
             if changed and not copy:
                 raise RuntimeError(
                     "a layer changes in place what its stage was given, and did not do so for the "
@@ -414,20 +421,19 @@ class Stage:
     ) -> Values:
         """Put the stage's boundary between what was received and what is sent."""
         assert run.token is not None
-        run.token = boundary.enter(run, i, run.token, boundary.received(_tensors(received)))
-        leaves, spec = pytree.tree_flatten(sent)
+        run.token = boundary.enter(run, i, run.token, boundary.received(trees.tensors(received)))
+        leaving = trees.tensors(sent)
         differentiable = [out.requires_grad for out in outputs] + [True]  # the tail, if any
-        where = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        leaving = [leaves[k] for k in where]
         crossed = boundary.leave(run, i, run.token, leaving, differentiable[: len(leaving)])
-        for k, tensor in zip(where, crossed, strict=True):
-            leaves[k] = tensor
-        return pytree.tree_unflatten(leaves, spec)  # type: ignore[no-any-return]
+        each = iter(crossed)
+        return trees.map_tensors(lambda _: next(each), sent)  # type: ignore[no-any-return]
 
-    def _own_memory(self) -> set[int]:
+    def _own_memory(self, run: _Run) -> set[int]:
         """Where the layers' parameters and buffers are, which may change while they are sent."""
-        held = itertools.chain(self.module.parameters(), self.module.buffers())
-        return {tensor.untyped_storage().data_ptr() for tensor in held}
+        if run.parameters_memory is None:
+            run.parameters_memory = {_memory(p) for p in self.module.parameters()}
+        held = [b for module in self._with_buffers for b in module._buffers.values()]
+        return run.parameters_memory.union(_memory(b) for b in held if b is not None)
 
     def trainable(self) -> list[Tensor]:
         return [p for p in self.module.parameters() if p.requires_grad]
@@ -451,10 +457,11 @@ class Stage:
 
     def _recompute(self, run: _Run, i: int) -> None:
         kept = run.kept[i]
+        assert kept.rng is not None
         now = checkpoint.RngState.capture(self.device)
         kept.rng.restore()
         with self._timed(run, "R", i), self._frozen, checkpoint.phase(recomputing=True):
-            kept.outputs = _tensors(self._compute_partition(run.order, i, kept, spare=False))
+            kept.outputs = trees.tensors(self._compute_partition(run.order, i, kept, spare=False))
         now.restore()
 
     def _backward(self, run: _Run, i: int) -> None:
@@ -547,23 +554,23 @@ def _forward_to(slot: Slot[Any]) -> Callable[[Future[Any]], None]:
     return forward
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
 def _pack(results: Values, grad: bool, own_memory: set[int]) -> Values:
     """Results as they are sent: the stage's value as the arguments of the next one."""
 
     def send(tensor: Tensor) -> Tensor:
         sent = _sendable(tensor)
-        return sent.clone() if sent.untyped_storage().data_ptr() in own_memory else sent
+        return sent.clone() if _memory(sent) in own_memory else sent
 
     require_picklable(results)
-    sent = pytree.tree_map_only(Tensor, send, results)
+    sent = trees.map_tensors(send, results)
     value = sent.pop(None)
-    bare = grad and not any(t.requires_grad for t in _tensors(results[None]))
+    bare = grad and not any(t.requires_grad for t in trees.tensors(results[None]))
     # Skips first: the tail is then the last tensor of all.
     return {**sent, None: Parcel((value,), {}, torch.zeros(0) if bare else None)}
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _sendable(tensor: Tensor) -> Tensor:

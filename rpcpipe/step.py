@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.utils import _pytree as pytree
 
-from rpcpipe import boundary, microbatch, schedule, transport
+from rpcpipe import boundary, microbatch, schedule, transport, trees
 from rpcpipe.errors import Failure
 from rpcpipe.mailbox import Mailbox, Parcel
 from rpcpipe.stage import Order
@@ -72,9 +72,8 @@ class Step:
                 tensor = tensor.clone()
             return tensor.to("cpu").requires_grad_(grad)
 
-        args, kwargs = pytree.tree_map_only(Tensor, send, batch)
-        leaves = pytree.tree_leaves((args, kwargs))
-        self._leaves.append([t for t in leaves if isinstance(t, Tensor) and t.requires_grad])
+        args, kwargs = trees.map_tensors(send, batch)
+        self._leaves.append([t for t in trees.tensors((args, kwargs)) if t.requires_grad])
         return Parcel(args, kwargs)
 
     def forward(self) -> list[Any]:
@@ -95,10 +94,7 @@ class Step:
             first.raise_()
         assert len(parcels) == m
         if self.order.grad:
-            tensors = [pytree.tree_leaves(parcel) for parcel in parcels]
-            self._ends = [
-                boundary.received([t for t in row if isinstance(t, Tensor)]) for row in tensors
-            ]
+            self._ends = [boundary.received(trees.tensors(parcel)) for parcel in parcels]
         else:
             self._live = False
         return [parcel.args[0] for parcel in parcels]
