@@ -286,18 +286,28 @@ class Pipe(nn.Module):
             self._collecting = (context, boundary.received(tokens))
         return self._collecting[1] if context is not None else []
 
-    def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> PipeOptimizer:
+    def optimizer(
+        self,
+        cls: Callable[..., torch.optim.Optimizer],
+        *,
+        groups: Callable[[str], Mapping[str, Any] | None] | None = None,
+        **kwargs: Any,
+    ) -> PipeOptimizer:
         """Make an optimizer of class ``cls`` in each stage, for its parameters.
 
         Args:
-            cls: such as ``torch.optim.AdamW``.
+            cls: such as ``torch.optim.AdamW``; any class whose ``step()`` needs no closure.
+            groups: makes parameter groups: called here with each parameter's name, it returns the
+                options in which that differs, such as ``{"weight_decay": 0.0}``, or ``None`` if
+                it is not to be optimized.
             kwargs: its options, such as ``lr``.
 
         Raises:
-            TypeError: ``cls`` cannot be sent to another process.
+            TypeError, ValueError: ``cls`` refuses the options or parameters, takes a closure, or
+                cannot be sent to another process.
         """
         require_sendable(cls, "the class of an optimizer")
-        return PipeOptimizer(self, cls, kwargs)
+        return PipeOptimizer(self, cls, kwargs, groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters."""
