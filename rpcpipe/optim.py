@@ -21,7 +21,7 @@ from rpcpipe.stage import Stage
 if TYPE_CHECKING:
     from rpcpipe.pipe import Pipe
 
-__all__ = ["Local", "PipeOptimizer", "check_state", "give_state", "load_state"]
+__all__ = ["Group", "Local", "PipeOptimizer", "copy", "give_state", "load_state"]
 
 Group = dict[str, Any]  # the options of a parameter group, without its parameters
 Grouping = Callable[[str], Mapping[str, Any] | None]
@@ -64,6 +64,7 @@ class PipeOptimizer(torch.optim.Optimizer):
         # Made here once as well: wrong options are refused, and its defaults become visible.
         local = _on_meta(cls, divided, kwargs)
         _require_no_closure(local)
+        self.name = type(local).__name__
         itself = weakref.ref(self)  # a cycle would keep the pipe until it is collected
 
         def unscale(factor: float) -> bool:
@@ -162,8 +163,7 @@ class PipeOptimizer(torch.optim.Optimizer):
 
         Gathered from the stages; a plain optimizer over the same groups loads it.
         """
-        for options, group in zip(self._grown(), self.param_groups, strict=True):
-            group.update(options)
+        self.named_groups()
         held = self._held()
         for found in self._everywhere("give its state", give_state):
             self.state.update({held[name]: state for name, state in found.items()})
@@ -200,12 +200,37 @@ class PipeOptimizer(torch.optim.Optimizer):
             answers.append(stage.call("perform", load_state, self._key, part, options))
         self._pipe._collect(answers, "load the optimizer's state")
 
-    def _set_options(self, groups: Sequence[Group]) -> None:
-        """Take over options; the parameters stay."""
+    def named_groups(self) -> list[tuple[list[str], Group]]:
+        """The parameters' names and the options of each group."""
+        for options, group in zip(self._grown(), self.param_groups, strict=True):
+            group.update(options)
+        return [(list(group["param_names"]), _options(group)) for group in self.param_groups]
+
+    def fit_groups(self, saved: Sequence[Group], source: str) -> list[Group]:
+        """The options of our groups by those of a checkpoint, whose parameters are names.
+
+        Raises:
+            ValueError: they are not of the same parameters.
+        """
+        if len(saved) != len(self.param_groups):
+            raise ValueError(
+                f"{source} has {len(saved)} groups, the optimizer {len(self.param_groups)}"
+            )
+        for k, (group, own) in enumerate(zip(saved, self.param_groups, strict=True)):
+            differing = set(group["params"]) ^ set(own["param_names"])
+            if differing:
+                raise ValueError(
+                    f"group {k} of {source} and of the optimizer differ in {sorted(differing)}"
+                )
+        return [
+            {**_options(own), **_options(group)}
+            for group, own in zip(saved, self.param_groups, strict=True)
+        ]
+
+    def set_options(self, groups: Sequence[Group]) -> None:
+        """Take over the options; the parameters stay."""
         for group, options in zip(self.param_groups, groups, strict=True):
-            for key in _options(group):
-                del group[key]
-            group.update(_options(options))
+            group.update(options)
 
     def _grown(self) -> list[Group]:
         """For each group, the options that the local optimizers have changed by themselves."""
@@ -228,12 +253,12 @@ class PipeOptimizer(torch.optim.Optimizer):
         for k, state in state_dict["state"].items():
             if isinstance(k, int) and k < len(held):
                 name, p = held[k]
-                wrong += check_state(name, tuple(p.shape), state)
+                wrong += _misfits(name, tuple(p.shape), state)
         if wrong:
             raise ValueError("cannot load this optimizer state: " + "\n  ".join(wrong))
 
 
-def check_state(name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> list[str]:
+def _misfits(name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> list[str]:
     """What is wrong with a parameter's state: its tensors have the same shape, or less of it.
 
     Less is a count of steps, a row or a column.
@@ -363,6 +388,13 @@ class Local:
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters() if p.grad is not None]
 
+    def require_fit(self, state: State) -> None:
+        """Raise ``ValueError`` if that is no state of these parameters."""
+        shapes = dict(zip(self.names, (tuple(p.shape) for p in self.parameters()), strict=True))
+        wrong = [line for name, s in state.items() for line in _misfits(name, shapes[name], s)]
+        if wrong:
+            raise ValueError("this state does not fit the optimizer: " + "\n  ".join(wrong))
+
     def receive(self, options: Sequence[Group]) -> None:
         """Take what the driver has changed; the rest may have changed here."""
         for k, group in enumerate(self.optimizer.param_groups):
@@ -471,14 +503,14 @@ def _changed_options(stage: Stage, key: str) -> dict[int, Group]:
     }
 
 
-def give_state(stage: Stage, key: str) -> State:
-    """A copy in host memory, by names; without parameters that another stage speaks for."""
+def give_state(stage: Stage, key: str, copied: bool = True) -> State:
+    """By names, a copy in host memory; without parameters that another stage speaks for."""
     local: Local | None = stage.extras[key]
     if local is None:
         return {}
     elsewhere = {id(stage.partition.get_parameter(name)) for name in stage.ties.counted_elsewhere()}
     return {
-        name: _copy(local.optimizer.state[p])
+        name: copy(local.optimizer.state[p]) if copied else local.optimizer.state[p]
         for name, p in zip(local.names, local.parameters(), strict=True)
         if p in local.optimizer.state and id(p) not in elsewhere
     }
@@ -493,11 +525,11 @@ def load_state(stage: Stage, key: str, state: State, options: list[Group]) -> No
         {**options[g], "params": [numbers[id(p)] for p in group["params"]]}
         for g, group in zip(local.groups, local.optimizer.param_groups, strict=True)
     ]
-    found = {k: _copy(state[name]) for k, name in enumerate(local.names) if name in state}
+    found = {k: copy(state[name]) for k, name in enumerate(local.names) if name in state}
     local.optimizer.load_state_dict({"state": found, "param_groups": groups})
     local.received = [options[g] for g in local.groups]
 
 
-def _copy(state: Any) -> Any:
+def copy(state: Any) -> Any:
     """In host memory of its own: what the optimizer holds changes in place."""
     return pytree.tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), state)

@@ -1,0 +1,27 @@
+"""A job that is killed and started again ends with the weights of one that was not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "resume.py"
+
+
+@pytest.mark.timeout(300)
+def test_weights_after_a_kill_at_a_random_moment_are_equal_bit_for_bit() -> None:
+    result = subprocess.run(
+        [sys.executable, EXAMPLE],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "killed after step" in result.stdout
+    assert "goes on after step" in result.stdout
+    assert result.stdout.endswith("the weights are equal, bit for bit\n")
