@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import uuid
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from rpcpipe import transport
 from rpcpipe.inside import ParameterInfo
 from rpcpipe.placeholder import Placeholder, RemoteGradients
 from rpcpipe.stage import Stage
@@ -88,6 +90,8 @@ class PipeOptimizer(torch.optim.Optimizer):
             for stage, share in zip(pipe._stages, self._shares(), strict=True)
         ]
         pipe._collect(answers, "make the optimizer")
+        forget = functools.partial(_forget, list(pipe._stages), self._key)
+        weakref.finalize(self, transport.later, forget).atexit = False
 
     def _shares(self) -> list[list[Share]]:
         """For each stage and group, the parameters that are there."""
@@ -432,6 +436,16 @@ def _make(
     names = [name for k in groups for name, _ in share[k]]
     received = [_options(group) for group in optimizer.param_groups]
     stage.extras[key] = Local(optimizer, names, groups, received)
+
+
+def _forget(stages: Sequence[transport.Remote], key: str) -> None:
+    """On the driver: its state may be larger than the model."""
+    for stage in stages:
+        stage.call("perform", _remove, key)
+
+
+def _remove(stage: Stage, key: str) -> None:
+    stage.extras.pop(key, None)
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -16,21 +16,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
 from rpcpipe import checkpoint, folder, inside, optim, randomness, state, transport, weights
 from rpcpipe.errors import Failure
 from rpcpipe.optim import PipeOptimizer
-from rpcpipe.shards import Checkpoint, Shard
 from rpcpipe.stage import Stage
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.storage import WriteResult
+
     from rpcpipe.pipe import Pipe
+    from rpcpipe.shards import Checkpoint, Shard
 
 __all__ = ["Saving", "finish_all", "load", "save"]
 
 logger = logging.getLogger("rpcpipe")
+
+# `rpcpipe.shards` is imported where it is used: torch.distributed.checkpoint takes half as long to
+# import as torch itself, in every process of a job.
 
 _OURS = "rpcpipe"  # the entry with what belongs to no object of the caller's
 _VERSION = 1
@@ -80,6 +84,8 @@ class Saving:
         values: Mapping[str, Any],
         copy: bool,
     ) -> None:
+        from rpcpipe.shards import Shard
+
         self._start = time.monotonic()
         self._draft, self._keep = draft, keep
         self._stages = list(pipe._stages)
@@ -190,6 +196,8 @@ def load(pipe: Pipe, path: str | os.PathLike[str], objects: Mapping[str, Any]) -
             raise ValueError(f"a {weights.SUFFIX} file has weights alone, not {sorted(objects)}")
         _load_weights(pipe, Path(path).absolute())
         return {}
+    from rpcpipe.shards import Checkpoint
+
     found = folder.locate(path)
     saved = Checkpoint(found)
     resuming = _Resuming(pipe, saved, found, objects)
@@ -214,6 +222,8 @@ class _Resuming:
         missing = sorted(objects.keys() - names)
         if missing:
             raise ValueError(f"{path} has no {missing}; it has {sorted(names - {_OURS})}")
+        for name, thing in objects.items():
+            _require_loadable(name, thing, whole=_is_whole(saved, name))
         require_fit(pipe, saved.shapes("model"), str(path))
         self.optimizers = {n: o for n, o in objects.items() if isinstance(o, PipeOptimizer)}
         self._values = {
@@ -276,12 +286,20 @@ def _is_whole(saved: Checkpoint, name: str) -> bool:
 def _take(thing: Any, value: Any) -> None:
     if isinstance(thing, torch.Generator):
         thing.set_state(value)
-    elif hasattr(thing, "load_state_dict"):
-        thing.load_state_dict(value)
     else:
+        thing.load_state_dict(value)
+
+
+def _require_loadable(name: str, thing: Any, whole: bool) -> None:
+    if not isinstance(thing, torch.Generator) and not hasattr(thing, "load_state_dict"):
         raise TypeError(
-            f"{type(thing).__name__} has no load_state_dict(): what pipe.load is not given, it "
-            "returns"
+            f"{name}={thing!r} has no load_state_dict(): leave it out, and pipe.load returns its "
+            "value"
+        )
+    if isinstance(thing, PipeOptimizer) == whole:
+        kind = "not of a pipe's optimizer" if whole else "that of a pipe's optimizer"
+        raise ValueError(
+            f"{name}= is {type(thing).__name__}; the state saved by this name is {kind}"
         )
 
 
@@ -331,6 +349,8 @@ def _load_weights(pipe: Pipe, path: Path) -> None:
 def _plan(
     stage: Stage, key: str, draft: folder.Draft, optimizers: dict[str, str], copy: bool
 ) -> SavePlan:
+    from rpcpipe.shards import Shard
+
     draft.require_seen()
     state: dict[str, Any] = {"model": stage.partition.state_dict()}
     for name, optimizer in optimizers.items():
@@ -365,6 +385,8 @@ def _set_random_state(stage: Stage, state: dict[str, Any] | int) -> None:
 
 
 def _read_shard(stage: Stage, key: str, path: Path, optimizers: dict[str, str]) -> None:
+    from rpcpipe.shards import Checkpoint
+
     saved = Checkpoint(_seen(path))
     own = stage.partition.state_dict()
     found: dict[str, Any] = {"model": saved.read("model", only=own)}

@@ -267,19 +267,19 @@ def test_a_crash_at_any_line_leaves_the_newest_checkpoint_whole(tmp_path: Path) 
             sys.settrace(before)
         return True
 
-    assert write(tmp_path, 0)
     for crash_at in itertools.count(1):
-        before = rpcpipe.latest(tmp_path)
-        complete = write(tmp_path, crash_at)
-        newest = rpcpipe.latest(tmp_path)
-        assert before is not None
+        directory = tmp_path / str(crash_at)
+        assert write(directory, 0)
+        complete = write(directory, crash_at)
+        newest = rpcpipe.latest(directory)
         assert newest is not None
-        assert newest.name >= before.name
         assert {file.name for file in newest.iterdir()} == {"__0_0.distcp", ".metadata"}
+        assert write(directory, 0)
+        assert len(os.listdir(directory)) == 1
         if complete:
             break
+    assert newest.name == "checkpoint-000002"
     assert crash_at > 20
-    assert os.listdir(tmp_path) == [newest.name]
 
 
 def test_a_directory_that_another_host_does_not_see_is_refused(tmp_path: Path) -> None:
@@ -361,6 +361,10 @@ def test_a_checkpoint_of_something_else_is_refused_by_name(world: World, tmp_pat
         pipe.load(saved, optimizer=pipe.optimizer(torch.optim.AdamW))
     with pytest.raises(ValueError, match=r"has no \['scaler'\]; it has \['model', 'optimizer'\]"):
         pipe.load(saved, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="the state saved by this name is that of a pipe's"):
+        pipe.load(saved, optimizer=torch.optim.SGD(model().parameters()))
+    with pytest.raises(TypeError, match=r"optimizer=7 has no load_state_dict"):
+        pipe.load(saved, optimizer=7)
     with pytest.raises(FileNotFoundError, match="is no checkpoint and holds none"):
         pipe.load(tmp_path / "elsewhere")
     require_same(bitwise(pipe, opt), before)
