@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from typing import Any
@@ -26,7 +27,9 @@ def restore(state: dict[str, Any]) -> None:
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    if "numpy" in state:
+    if "numpy" not in state:
+        return
+    with contextlib.suppress(ImportError):  # then nothing draws from it
         import numpy
 
         name, keys, *rest = state["numpy"]
