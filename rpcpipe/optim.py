@@ -341,8 +341,15 @@ def _on_meta(
         return nn.Parameter(tensor, info.requires_grad)
 
     return cls(
-        [{**options, "params": [*map(stand_in, infos)]} for options, infos in divided], **kwargs
+        _as_given([(options, [*map(stand_in, infos)]) for options, infos in divided]), **kwargs
     )
+
+
+def _as_given(groups: Sequence[tuple[Group, list[Any]]]) -> list[Any]:
+    """What a class is called with: parameters alone, where there are no groups to tell apart."""
+    if len(groups) == 1 and not groups[0][0]:
+        return groups[0][1]
+    return [{**options, "params": parameters} for options, parameters in groups]
 
 
 def _require_no_closure(optimizer: torch.optim.Optimizer) -> None:
@@ -429,10 +436,9 @@ def _make(
         stage.extras[key] = None
         return
     given = [
-        {**options[k], "params": [stage.partition.get_parameter(own) for _, own in share[k]]}
-        for k in groups
+        (options[k], [stage.partition.get_parameter(own) for _, own in share[k]]) for k in groups
     ]
-    optimizer = cls(given, **kwargs)
+    optimizer = cls(_as_given(given), **kwargs)
     names = [name for k in groups for name, _ in share[k]]
     received = [_options(group) for group in optimizer.param_groups]
     stage.extras[key] = Local(optimizer, names, groups, received)

@@ -99,7 +99,7 @@ def test_training_goes_on_exactly_where_it_was_saved(
 
 
 @three
-def test_loads_under_another_balance_and_number_of_stages(world: World, tmp_path: Path) -> None:
+def test_loads_under_another_balance(world: World, tmp_path: Path) -> None:
     """By layer, where ``seed=`` gives them, also what layers draw is the same."""
     first = make(world, [3, 3, 2], seed=5)
     opt, scheduler = adam(first)
@@ -113,6 +113,29 @@ def test_loads_under_another_balance_and_number_of_stages(world: World, tmp_path
     second.load(tmp_path, optimizer=opt2, scheduler=scheduler2, data=data2)
     train(second, opt2, scheduler2, data2)
     require_same(bitwise(second, opt2), bitwise(first, opt))
+
+
+@pytest.fixture(scope="session")
+def of_others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where some stages have saved after 3 steps, and what they had after 6."""
+    return tmp_path_factory.mktemp("of_others")
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_another_number_of_stages_goes_on(world: World, of_others: Path) -> None:
+    """The test that runs first saves, for the other one."""
+    pipe = make(world, {2: [3, 5], 3: [2, 4, 2]}[world.stages], seed=5)
+    opt, scheduler = adam(pipe)
+    data = torch.Generator()
+    objects = {"optimizer": opt, "scheduler": scheduler, "data": data}
+    if rpcpipe.latest(of_others) is None:
+        train(pipe, opt, scheduler, data)
+        pipe.save(of_others, **objects)
+        train(pipe, opt, scheduler, data)
+        torch.save(bitwise(pipe, opt), of_others / "after.pt")
+    pipe.load(of_others, **objects)
+    train(pipe, opt, scheduler, data)
+    require_same(bitwise(pipe, opt), torch.load(of_others / "after.pt"))
 
 
 @three
