@@ -17,7 +17,17 @@ from torch.futures import Future
 from torch.utils import _pytree as pytree
 
 from rpcpipe import balance as balances
-from rpcpipe import boundary, inside, microbatch, saving, schedule, tied, transport, weights
+from rpcpipe import (
+    boundary,
+    inside,
+    loading,
+    microbatch,
+    saving,
+    schedule,
+    tied,
+    transport,
+    weights,
+)
 from rpcpipe.batchnorm import has_batch_norm
 from rpcpipe.build import Part, build, check_module, divide, serialize
 from rpcpipe.checkpoint import AutocastState
@@ -469,7 +479,7 @@ class Pipe(nn.Module):
             StageError: a stage could not read its part, from one of these; likewise.
         """
         self._finish_saving()
-        return saving.load(self, path, objects)
+        return loading.load(self, path, objects)
 
     def _finish_saving(self) -> None:
         if self._saving is not None:

@@ -1,23 +1,22 @@
-"""Saving: a pipe's state on its way to a checkpoint, and back.
+"""Saving: a pipe's state on its way to a checkpoint.
 
-Of what is saved, the model and the optimizers' state are in the stages, each of which writes
-and reads its own; the rest is the driver's.
+The model and the optimizers' state are in the stages, each of which writes its own; the rest is the
+driver's.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpcpipe import checkpoint, folder, inside, optim, randomness, state, transport, weights
+from rpcpipe import folder, local, randomness, transport
 from rpcpipe.errors import Failure
 from rpcpipe.optim import PipeOptimizer
 from rpcpipe.stage import Stage
@@ -27,17 +26,17 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
 
     from rpcpipe.pipe import Pipe
-    from rpcpipe.shards import Checkpoint, Shard
+    from rpcpipe.shards import Shard
 
-__all__ = ["Saving", "finish_all", "load", "save"]
+__all__ = ["OURS", "VERSION", "Saving", "finish_all", "forget", "save"]
 
 logger = logging.getLogger("rpcpipe")
 
 # `rpcpipe.shards` is imported where it is used: torch.distributed.checkpoint takes half as long to
 # import as torch itself, in every process of a job.
 
-_OURS = "rpcpipe"  # the entry with what belongs to no object of the caller's
-_VERSION = 1
+OURS = "rpcpipe"  # the entry with what belongs to no object of the caller's
+VERSION = 1
 
 
 # ----------------------------------------------------------------------------------------- save
@@ -65,7 +64,7 @@ def save(
 
 def _check_names(values: Mapping[str, Any]) -> None:
     for name in values:
-        if name in ("model", _OURS) or not name.isidentifier():
+        if name in ("model", OURS) or not name.isidentifier():
             raise ValueError(f"{name!r} is no name for a value in a checkpoint: choose another")
 
 
@@ -97,7 +96,7 @@ class Saving:
             plans = pipe._everywhere("plan a checkpoint", _plan, self._key, draft, keys, copy)
             self._plans, self._metadata = self._own.put_together([*plans, self._own.plan()])
         except Exception:
-            pipe._everywhere("forget a checkpoint", _forget, self._key)
+            pipe._everywhere("forget a checkpoint", forget, self._key)
             raise
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="rpcpipe saving", daemon=True)
@@ -168,8 +167,8 @@ def _of_driver(pipe: Pipe, values: Mapping[str, Any]) -> dict[str, Any]:
     }
     return {
         **found,
-        _OURS: {
-            "version": _VERSION,
+        OURS: {
+            "version": VERSION,
             "count": pipe._count(),
             "balance": list(pipe.balance),
             "classes": {n: v.name for n, v in values.items() if isinstance(v, PipeOptimizer)},
@@ -187,162 +186,6 @@ def _give(value: Any) -> Any:
     return value.state_dict() if hasattr(value, "state_dict") else value
 
 
-# ----------------------------------------------------------------------------------------- load
-
-
-def load(pipe: Pipe, path: str | os.PathLike[str], objects: Mapping[str, Any]) -> dict[str, Any]:
-    if str(path).endswith(weights.SUFFIX):
-        if objects:
-            raise ValueError(f"a {weights.SUFFIX} file has weights alone, not {sorted(objects)}")
-        _load_weights(pipe, Path(path).absolute())
-        return {}
-    from rpcpipe.shards import Checkpoint
-
-    found = folder.locate(path)
-    saved = Checkpoint(found)
-    resuming = _Resuming(pipe, saved, found, objects)
-    keys = {name: optimizer._key for name, optimizer in resuming.optimizers.items()}
-    with _Read(pipe) as read:
-        read(_read_shard, found, keys)
-        resuming.give_objects()
-        read.commit({keys[name]: groups for name, groups in resuming.groups.items()})
-    resuming.go_on()
-    logger.info("loaded %s", found)
-    return resuming.rest
-
-
-class _Resuming:
-    """What the driver takes from a checkpoint; constructed, it has checked and changed nothing."""
-
-    def __init__(
-        self, pipe: Pipe, saved: Checkpoint, path: Path, objects: Mapping[str, Any]
-    ) -> None:
-        self._pipe, self._objects = pipe, objects
-        names = saved.names()
-        missing = sorted(objects.keys() - names)
-        if missing:
-            raise ValueError(f"{path} has no {missing}; it has {sorted(names - {_OURS})}")
-        for name, thing in objects.items():
-            _require_loadable(name, thing, whole=_is_whole(saved, name))
-        require_fit(pipe, saved.shapes("model"), str(path))
-        self.optimizers = {n: o for n, o in objects.items() if isinstance(o, PipeOptimizer)}
-        self._values = {
-            name: saved.read(name)
-            for name in names
-            if name != "model" and name not in self.optimizers and _is_whole(saved, name)
-        }
-        self._ours = self._values.pop(_OURS, None)
-        if self._ours is not None and self._ours["version"] != _VERSION:
-            raise ValueError(
-                f"{path} is of version {self._ours['version']}, and this rpcpipe reads {_VERSION}"
-            )
-        classes = (self._ours or {}).get("classes", {})
-        for name, optimizer in self.optimizers.items():
-            if classes.get(name, optimizer.name) != optimizer.name:
-                raise ValueError(
-                    f"{name} of {path} is the state of {classes[name]}, not of {optimizer.name}"
-                )
-        self.groups = {
-            name: optimizer.fit_groups(saved.read(name, "param_groups"), f"{name} of {path}")
-            for name, optimizer in self.optimizers.items()
-        }
-        self.rest = {name: v for name, v in self._values.items() if name not in objects}
-
-    def give_objects(self) -> None:
-        for name, thing in self._objects.items():
-            if name not in self.optimizers:
-                _take(thing, self._values[name])
-
-    def go_on(self) -> None:
-        """Continue where the random numbers, the count and the options were."""
-        for name, optimizer in self.optimizers.items():
-            optimizer.set_options(self.groups[name])
-        if self._ours is None:
-            return
-        pipe, world = self._pipe, self._pipe._world
-        pipe._set_count(self._ours["count"])
-        same = self._ours["balance"] == pipe.balance and world.replica == 0
-        if not same and pipe._seed is None:
-            logger.warning(
-                "the checkpoint was saved with balance %s: what layers draw goes on from another "
-                "random state; it would not differ with Pipe(..., seed=)",
-                self._ours["balance"],
-            )
-        for j, stage in enumerate(pipe._stages):
-            numbers = (self._ours["count"], 2, world.replica, j)
-            seed = checkpoint.derive(self._ours["initial_seed"], *numbers)
-            random_state = self._ours["stages"][j] if same else seed
-            answer = stage.call("perform", _set_random_state, random_state)
-            transport.value_of(answer, f"stage {j} to set its random state")
-        if same:
-            randomness.restore(self._ours["driver"])
-
-
-def _is_whole(saved: Checkpoint, name: str) -> bool:
-    """Whether it is a value of the driver's, and not an optimizer that nobody asked for."""
-    return list(saved.shapes(name)) == [""]
-
-
-def _take(thing: Any, value: Any) -> None:
-    if isinstance(thing, torch.Generator):
-        thing.set_state(value)
-    else:
-        thing.load_state_dict(value)
-
-
-def _require_loadable(name: str, thing: Any, whole: bool) -> None:
-    if not isinstance(thing, torch.Generator) and not hasattr(thing, "load_state_dict"):
-        raise TypeError(
-            f"{name}={thing!r} has no load_state_dict(): leave it out, and pipe.load returns its "
-            "value"
-        )
-    if isinstance(thing, PipeOptimizer) == whole:
-        kind = "not of a pipe's optimizer" if whole else "that of a pipe's optimizer"
-        raise ValueError(
-            f"{name}= is {type(thing).__name__}; the state saved by this name is {kind}"
-        )
-
-
-def require_fit(
-    pipe: Pipe, found: Mapping[str, tuple[int, ...] | None], source: str, strict: bool = True
-) -> None:
-    """Raise ``ValueError`` unless these are the model's parameters and buffers."""
-    stages = pipe._everywhere("name its state", inside.state_shapes)
-    known = {name: shape for stage in stages for name, shape in stage.items()}
-    wrong = state.misfits(found, known, strict)
-    if wrong:
-        raise ValueError(f"{source} does not fit the pipe: " + "\n  ".join(wrong))
-
-
-class _Read:
-    """What all stages read, before any of them changes anything."""
-
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
-        self._key = f"loading {uuid.uuid4().hex}"
-
-    def __enter__(self) -> _Read:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pipe._everywhere("forget what it has read", _forget, self._key)
-
-    def __call__(self, fn: Callable[..., None], *args: Any) -> None:
-        self._pipe._everywhere("read a checkpoint", fn, self._key, *args)
-
-    def commit(self, groups: Mapping[str, list[optim.Group]]) -> None:
-        """Args: groups: for each optimizer, by its key, the options of its groups."""
-        self._pipe._everywhere("load a checkpoint", _commit, self._key, groups)
-
-
-def _load_weights(pipe: Pipe, path: Path) -> None:
-    require_fit(pipe, weights.shapes(path), str(path))
-    with _Read(pipe) as read:
-        read(_read_weights, path)
-        read.commit({})
-    logger.info("loaded the weights of %s", path)
-
-
 # ------------------------------------------------------------------------------- in each stage
 
 
@@ -354,9 +197,9 @@ def _plan(
     draft.require_seen()
     state: dict[str, Any] = {"model": stage.partition.state_dict()}
     for name, optimizer in optimizers.items():
-        state[name] = {"state": optim.give_state(stage, optimizer, copy)}
+        state[name] = {"state": local.give_state(stage, optimizer, copy)}
     if copy:
-        state["model"] = optim.copy(state["model"])
+        state["model"] = local.copy(state["model"])
     shard = stage.extras[key] = Shard(draft.path, state)
     return shard.plan()
 
@@ -372,51 +215,5 @@ def _random_state(stage: Stage) -> dict[str, Any]:
     return {**randomness.capture(), **own}
 
 
-def _set_random_state(stage: Stage, state: dict[str, Any] | int) -> None:
-    """Args: state: what `_random_state` has returned, or a seed."""
-    if isinstance(state, int):
-        before = checkpoint.RngState.capture(stage.device)
-        torch.manual_seed(state)
-        stage._rng = checkpoint.RngState.capture(stage.device)
-        before.restore()
-    else:
-        stage._rng = checkpoint.RngState(state.pop("torch"), stage.device, state.pop("device"))
-        randomness.restore(state)
-
-
-def _read_shard(stage: Stage, key: str, path: Path, optimizers: dict[str, str]) -> None:
-    from rpcpipe.shards import Checkpoint
-
-    saved = Checkpoint(_seen(path))
-    own = stage.partition.state_dict()
-    found: dict[str, Any] = {"model": saved.read("model", only=own)}
-    for name, optimizer in optimizers.items():
-        local: optim.Local | None = stage.extras[optimizer]
-        names = [] if local is None else local.names
-        state = found[optimizer] = saved.read(name, "state", only=names)
-        if local is not None:
-            local.require_fit(state)
-    stage.extras[key] = found
-
-
-def _seen(path: Path) -> Path:
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} is not there on this host: load from a file system that all hosts share"
-        )
-    return path
-
-
-def _read_weights(stage: Stage, key: str, path: Path) -> None:
-    stage.extras[key] = {"model": weights.read(_seen(path), stage.partition.state_dict())}
-
-
-def _commit(stage: Stage, key: str, groups: dict[str, list[optim.Group]]) -> None:
-    found = stage.extras[key]
-    stage.partition.load_state_dict(found["model"])
-    for optimizer, options in groups.items():
-        optim.load_state(stage, optimizer, found[optimizer], options)
-
-
-def _forget(stage: Stage, key: str) -> None:
+def forget(stage: Stage, key: str) -> None:
     stage.extras.pop(key, None)
