@@ -190,7 +190,7 @@ class Checkpoint:
             except Exception as exc:
                 info = self._metadata.storage_data.get(item.storage_index)
                 file = self._path / info.relative_path if info else self._path
-                raise ValueError(f"{file} is damaged: {key} cannot be read: {exc}") from exc
+                raise ValueError(f"{key} of {file} cannot be read: {exc}") from exc
         return planner.state_dict[key]
 
 

@@ -352,7 +352,7 @@ def overwrite(checkpoint: Path) -> None:
         (put_code_into_metadata, r"names posix\.system, which is not a checkpoint's"),
         (truncate, r"__1_0\.distcp is truncated, and with it model\.[345]"),
         (lose, r"__2_0\.distcp is missing, and with it model\."),
-        (overwrite, r"__1_0\.distcp is damaged: model\.\S+ cannot be read"),
+        (overwrite, r"model\.\S+ of \S+__1_0\.distcp cannot be read"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_before_anything_has_changed(
@@ -368,6 +368,15 @@ def test_a_damaged_checkpoint_is_refused_before_anything_has_changed(
         pipe.load(saved, optimizer=opt)
     require_same(bitwise(pipe, opt), before)
     train(pipe, opt, scheduler, torch.Generator(), 1)
+
+
+@alone
+@three
+def test_code_in_a_checkpoint_is_not_run(world: World, tmp_path: Path) -> None:
+    weights = dict(model().state_dict())
+    dcp.save({"model": weights, "evil": Evil()}, checkpoint_id=tmp_path / "evil", no_dist=True)
+    with pytest.raises(ValueError, match=r"evil of \S+ cannot be read: Weights only load failed"):
+        make(world, [3, 3, 2]).load(tmp_path / "evil")
 
 
 @three
