@@ -18,7 +18,7 @@ setup: $(READY) ## make .venv with everything pinned, rpcpipe editable
 
 $(READY): pyproject.toml constraints.txt
 	python3 -m venv .venv
-	$(BIN)/pip install -e ".[test,dev,examples,plot,bench]" -c constraints.txt
+	$(BIN)/pip install -e ".[test,dev,examples,plot,safetensors,bench]" -c constraints.txt
 	touch $@
 
 demo: $(READY) ## train a small GPT on STAGES (2) processes; ARGS go to the script

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rpcpipe import balance, skip
 from rpcpipe.checkpoint import is_checkpointing, is_recomputing
 from rpcpipe.errors import BalanceError, StageError, StageLost
+from rpcpipe.folder import latest
 from rpcpipe.microbatch import NoChunk
 from rpcpipe.pipe import Pipe
 from rpcpipe.run import run
@@ -24,6 +25,7 @@ __all__ = [
     "balance",
     "is_checkpointing",
     "is_recomputing",
+    "latest",
     "run",
     "skip",
 ]

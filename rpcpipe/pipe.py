@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -15,7 +17,17 @@ from torch.futures import Future
 from torch.utils import _pytree as pytree
 
 from rpcpipe import balance as balances
-from rpcpipe import boundary, inside, microbatch, schedule, tied, transport
+from rpcpipe import (
+    boundary,
+    inside,
+    loading,
+    microbatch,
+    saving,
+    schedule,
+    tied,
+    transport,
+    weights,
+)
 from rpcpipe.batchnorm import has_batch_norm
 from rpcpipe.build import Part, build, check_module, divide, serialize
 from rpcpipe.checkpoint import AutocastState
@@ -26,7 +38,7 @@ from rpcpipe.optim import PipeOptimizer
 from rpcpipe.shipping import require_sendable
 from rpcpipe.skip.layout import SkipLayout
 from rpcpipe.stage import Order, Stage
-from rpcpipe.state import from_torchgpipe
+from rpcpipe.state import from_torchgpipe, misfits
 from rpcpipe.step import Port, Step
 from rpcpipe.timeline import Timeline
 from rpcpipe.world import World
@@ -130,6 +142,9 @@ class Pipe(nn.Module):
         ]
         self._numbers = itertools.count()
         self._turn = threading.RLock()  # of the threads that call the pipe
+        self._counted_before = 0  # mini-batches, when a checkpoint was loaded
+        self._seed = seed
+        self._saving: saving.Saving | None = None
         self._port = Port()
         self._collecting: tuple[int | None, list[Tensor]] = (None, [])
         self._remote_port = transport.publish(self._port)
@@ -261,9 +276,12 @@ class Pipe(nn.Module):
         return Step(self, order, batches, transport.Tape()).attach(inputs)
 
     def _order(self, m: int) -> Order:
-        grad = torch.is_grad_enabled()
+        if self._saving is not None:
+            self._saving.check()
+        grad, step = torch.is_grad_enabled(), next(self._numbers)
         return Order(
-            step=next(self._numbers),
+            step=step,
+            count=step + self._counted_before,
             m=m,
             program=[],
             grad=grad,
@@ -286,18 +304,28 @@ class Pipe(nn.Module):
             self._collecting = (context, boundary.received(tokens))
         return self._collecting[1] if context is not None else []
 
-    def optimizer(self, cls: Callable[..., torch.optim.Optimizer], **kwargs: Any) -> PipeOptimizer:
+    def optimizer(
+        self,
+        cls: Callable[..., torch.optim.Optimizer],
+        *,
+        groups: Callable[[str], Mapping[str, Any] | None] | None = None,
+        **kwargs: Any,
+    ) -> PipeOptimizer:
         """Make an optimizer of class ``cls`` in each stage, for its parameters.
 
         Args:
-            cls: such as ``torch.optim.AdamW``.
+            cls: such as ``torch.optim.AdamW``; any class whose ``step()`` needs no closure.
+            groups: makes parameter groups: called here with each parameter's name, it returns the
+                options in which that differs, such as ``{"weight_decay": 0.0}``, or ``None`` if
+                it is not to be optimized.
             kwargs: its options, such as ``lr``.
 
         Raises:
-            TypeError: ``cls`` cannot be sent to another process.
+            TypeError, ValueError: ``cls`` refuses the options or parameters, takes a closure, or
+                cannot be sent to another process.
         """
         require_sendable(cls, "the class of an optimizer")
-        return PipeOptimizer(self, cls, kwargs)
+        return PipeOptimizer(self, cls, kwargs, groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of all parameters."""
@@ -363,16 +391,7 @@ class Pipe(nn.Module):
         shapes = self._everywhere("name its state", inside.state_shapes)
         known = {name: shape for stage in shapes for name, shape in stage.items()}
         state_dict = from_torchgpipe(state_dict, known.keys())
-        missing = [name for name in known if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in known]
-        wrong = [
-            f"size mismatch for {name}: the checkpoint has {tuple(state_dict[name].shape)}, "
-            f"the model {shape}"
-            for name, shape in known.items()
-            if name in state_dict and shape is not None and tuple(state_dict[name].shape) != shape
-        ]
-        if strict and (missing or unexpected):
-            wrong.append(f"missing keys: {missing}; unexpected keys: {unexpected}")
+        wrong = misfits({name: _shape(v) for name, v in state_dict.items()}, known, strict)
         if wrong:
             raise RuntimeError("cannot load this state dict into the pipe: " + "\n  ".join(wrong))
         answers = [
@@ -384,7 +403,88 @@ class Pipe(nn.Module):
             for stage, own in zip(self._stages, shapes, strict=True)
         ]
         self._collect(answers, "load its state")
+        missing = [name for name in known if name not in state_dict]
+        unexpected = [name for name in state_dict if name not in known]
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def _count(self) -> int:
+        """Number of mini-batches so far, also those before a checkpoint."""
+        step = next(self._numbers)
+        self._numbers = itertools.count(step)
+        return step + self._counted_before
+
+    def _set_count(self, count: int) -> None:
+        self._counted_before += count - self._count()
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        block: bool = True,
+        **values: Any,
+    ) -> Path | None:
+        """Save a checkpoint: the model, and what ``values`` names.
+
+        Each stage writes its own part at once. What comes of it is one checkpoint of
+        ``torch.distributed.checkpoint`` under the unpartitioned module's names. It holds the
+        random states of all processes and the number of mini-batches too.
+
+        Args:
+            path: directory of the checkpoints, which all hosts share; or a file ``*.safetensors``
+                for the weights alone.
+            keep: how many checkpoints stay in the directory; all by default.
+            block: whether to wait until it is on the disk. Otherwise everything is copied to host
+                memory, and is written while the caller goes on; what fails is raised by the next
+                call of the pipe, `save` or `load`, or at the end of ``run``, which waits for it.
+            values: by names of the caller's choice, ``optimizer=opt`` and other objects with a
+                ``state_dict()`` (schedulers, a ``GradScaler``), ``torch.Generator``, and anything
+                made of tensors, numbers, strings, lists, tuples and dicts.
+
+        Returns:
+            The checkpoint: where it is now, or will be. ``None`` in all replicas but the first,
+            which saves for all.
+
+        Raises:
+            TypeError, ValueError: a value or name cannot be saved; the checkpoints there are stay
+                as they are, here and below.
+            OSError: the driver cannot write.
+            StageError: a stage cannot, or does not see the directory.
+        """
+        self._finish_saving()
+        if str(path).endswith(weights.SUFFIX):
+            if values or keep is not None:
+                raise ValueError(f"a {weights.SUFFIX} file has weights alone, and there is one")
+            return weights.save(self.state_dict(), Path(path).absolute())
+        return saving.save(self, Path(path).absolute(), keep, block, values)
+
+    def load(self, path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
+        """Load a checkpoint, and go on exactly where it was saved.
+
+        The pipe may have another balance or number of stages. Nothing that a checkpoint contains
+        is run.
+
+        Args:
+            path: a checkpoint, or the directory of which to take the newest; or a file
+                ``*.safetensors``.
+            objects: what was saved under these names: optimizers, and other objects with a
+                ``load_state_dict()``.
+
+        Returns:
+            The other values that were saved, by their names.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            ValueError: it is damaged or does not fit; nothing has changed.
+            StageError: a stage could not read its part, from one of these; likewise.
+        """
+        self._finish_saving()
+        return loading.load(self, path, objects)
+
+    def _finish_saving(self) -> None:
+        if self._saving is not None:
+            last, self._saving = self._saving, None
+            last.wait()
 
     @contextmanager
     def record(self) -> Iterator[Timeline]:
@@ -426,3 +526,7 @@ class Pipe(nn.Module):
     def __getitem__(self, k: int) -> Layer:
         """What and where layer ``k`` is; the layer itself is in its stage."""
         return self._layers[k]
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None

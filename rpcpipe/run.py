@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
-from rpcpipe import transport
+from rpcpipe import saving, transport
 from rpcpipe.errors import StageLost
 from rpcpipe.world import Layout, Process, World, check_counts, worker_name
 
@@ -421,6 +421,7 @@ def _joined(
     meet = functools.partial(_meet, own_store, per_pipeline)
 
     def take_leave() -> None:
+        saving.finish_all()
         before_leaving()
         transport.dismiss([worker_name(job, r) for r in ours if r != rank])
         transport.leave(meet)

@@ -38,6 +38,7 @@ class Order:
     """What a stage is to do with one mini-batch; everything the schedule decided is in here."""
 
     step: int
+    count: int  # as `step`, but goes on where a checkpoint was saved: what layers draw is by this
     m: int
     program: Program
     grad: bool  # a backward pass may follow
@@ -63,9 +64,9 @@ class Partition(nn.Sequential):
 
     Attributes:
         first: index of the first layer in the whole model.
-        seed: what all layers draw is determined by this, the step, the micro-batch and the
-            layer's index; without it they go on where the stage's last one stopped.
-        at: step and micro-batch.
+        seed: what all layers draw is determined by this, the mini-batch, the micro-batch
+            and the layer's index; without it they go on where the stage's last one stopped.
+        at: number of the mini-batch, and micro-batch.
     """
 
     first = 0
@@ -267,6 +268,20 @@ class Stage:
         self._jobs.put(job)
         return future
 
+    def perform_aside(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Call ``fn(stage, *args)`` on a thread of its own, beside what the stage computes."""
+        future: Future[Any] = Future()
+
+        def job() -> None:
+            try:
+                answer = fn(self, *args)
+            except BaseException as exc:
+                answer = Failure.capture(exc).at(self.index, None, fn.__name__.strip("_"))
+            future.set_result(answer)
+
+        threading.Thread(target=job, name=f"stage {self.index} aside", daemon=True).start()
+        return future
+
     # ------------------------------------------------------------------ on the compute thread
 
     def adopt(self, module: Partition, rng: checkpoint.RngState) -> None:
@@ -375,7 +390,7 @@ class Stage:
         sent = _pack(results, order.grad, self._own_memory(run))
         if order.grad:
             sent = self._cross(run, i, received, kept.outputs, sent)
-            if spare:
+            if spare and any(out.requires_grad for out in kept.outputs):
                 kept.outputs = None  # and with them the graph
             run.kept[i] = kept
         return sent
@@ -400,7 +415,7 @@ class Stage:
         versions = [t._version for t in trees.tensors(given)] if not order.inference else []
         parcel = given.pop(None)
         store = SkipStore(given)
-        self.partition.at = (order.step, i)
+        self.partition.at = (order.count, i)
         with order.autocast.enter(), use_store(store):
             value = self.module(*parcel.args, **parcel.kwargs)
         results: Values = {**{key: store.take(key) for key in self._exports}, None: value}
@@ -457,6 +472,8 @@ class Stage:
 
     def _recompute(self, run: _Run, i: int) -> None:
         kept = run.kept[i]
+        if kept.outputs is not None:
+            return  # no gradient reaches the stage: frozen, as all before it
         assert kept.rng is not None
         now = checkpoint.RngState.capture(self.device)
         kept.rng.restore()

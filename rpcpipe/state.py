@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["from_torchgpipe"]
+__all__ = ["from_torchgpipe", "misfits"]
 
 _PARTITION = re.compile(r"partitions\.\d+\.")
 _ACCUMULATORS = ("sum", "sum_squares")  # of torchgpipe's deferred batch norm, between mini-batches
@@ -36,3 +36,20 @@ def _unwrapped(name: str, known: Collection[str]) -> str:
     words = name.split(".")
     unwrapped = ".".join(word for word in words if word != "module")
     return unwrapped if unwrapped in known else name
+
+
+Shapes = Mapping[str, tuple[int, ...] | None]  # None for what is no tensor
+
+
+def misfits(given: Shapes, known: Shapes, strict: bool) -> list[str]:
+    """Why a state with these shapes is not one of the model's."""
+    wrong = [
+        f"size mismatch for {name}: the checkpoint has {given[name]}, the model {shape}"
+        for name, shape in known.items()
+        if name in given and shape is not None and given[name] != shape
+    ]
+    missing = [name for name in known if name not in given]
+    unexpected = [name for name in given if name not in known]
+    if strict and (missing or unexpected):
+        wrong.append(f"missing keys: {missing}; unexpected keys: {unexpected}")
+    return wrong
