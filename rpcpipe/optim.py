@@ -84,13 +84,13 @@ class PipeOptimizer(torch.optim.Optimizer):
 
 
 def _make(stage: Stage, key: str, cls: Callable[..., Any], kwargs: Group) -> None:
-    parameters = [p for p in stage.module.parameters() if p.requires_grad]
+    parameters = [p for p in stage.partition.parameters() if p.requires_grad]
     stage.extras[key] = cls(parameters, **kwargs) if parameters else None
 
 
 def _square_sum(stage: Stage) -> float:
     elsewhere = stage.ties.counted_elsewhere()
-    gradients = [p.grad for name, p in stage.module.named_parameters() if name not in elsewhere]
+    gradients = [p.grad for name, p in stage.partition.named_parameters() if name not in elsewhere]
     return sum(float(g.double().pow(2).sum()) for g in gradients if g is not None)
 
 
@@ -99,7 +99,7 @@ def _step(stage: Stage, key: str, group: Group, scale: float) -> None:
     if optimizer is None:
         return
     if scale < 1.0:
-        for parameter in stage.module.parameters():
+        for parameter in stage.partition.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
     optimizer.param_groups[0].update(group)
