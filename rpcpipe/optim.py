@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rpcpipe.averaging import whole
 from rpcpipe.stage import Stage
 
 if TYPE_CHECKING:
@@ -91,7 +92,8 @@ def _make(stage: Stage, key: str, cls: Callable[..., Any], kwargs: Group) -> Non
 def _square_sum(stage: Stage) -> float:
     elsewhere = stage.ties.counted_elsewhere()
     gradients = [p.grad for name, p in stage.partition.named_parameters() if name not in elsewhere]
-    return sum(float(g.double().pow(2).sum()) for g in gradients if g is not None)
+    squares = [g.double().pow(2).sum() for g in gradients if g is not None]
+    return sum(float(whole(square)) for square in squares)
 
 
 def _step(stage: Stage, key: str, group: Group, scale: float) -> None:

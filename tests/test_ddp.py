@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,9 +11,15 @@ import torch
 import torch.distributed as dist
 from team import Team
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from toys import all_grads, check_equal, grads, mlp
 
 import rpcpipe
+from rpcpipe.microbatch import sizes
+from rpcpipe.skip import pop, skippable, stash
 
 R, N = 2, 2
 ROWS = (8, 5)  # of each replica: other micro-batches, and other numbers of them
@@ -92,3 +99,315 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     assert first.keys() == second.keys()
     for name in first:
         assert torch.equal(first[name], second[name]), name
+
+
+# ---------------------------------------------------------------------- kinds of models
+
+
+class TwoWays(nn.Module):
+    """Uses one of two layers, by the sign of what a row says; a third one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plus, self.minus, self.idle = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plus(x) if x.sum() > 0 else self.minus(x)
+
+
+def two_ways() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), TwoWays(), TwoWays(), nn.Linear(4, 2))
+
+
+def nothing_to_train() -> nn.Sequential:
+    model = mlp()
+    model[:3].requires_grad_(False)
+    return model
+
+
+def partly_frozen() -> nn.Sequential:
+    model = mlp()
+    model[0].requires_grad_(False)
+    model[5].weight.requires_grad_(False)
+    return model
+
+
+def tied() -> nn.Sequential:
+    model = mlp()
+    model[4].weight = model[2].weight
+    return model
+
+
+@skippable(stash=["x"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("x", x)
+        return x
+
+
+@skippable(pop=["x"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x + (yield pop("x"))
+
+
+def skipping() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Pop(), nn.Linear(4, 2))
+
+
+def steps_of(
+    world: rpcpipe.World, build: Callable[[], nn.Sequential], accumulate: bool, mode: str
+) -> dict[str, Tensor]:
+    """Three mini-batches, of which those before the last may be left without an average."""
+    pipe = make(world, build, chunks=3, checkpoint=mode)
+    for step in range(3):
+        with pipe.no_sync() if accumulate and step < 2 else nullcontext():
+            loss_of(pipe(data(world.replica, step))).backward()
+    if accumulate:
+        loss_of(pipe(data(world.replica, 3))).backward()
+    return all_grads(pipe)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("build", [two_ways, nothing_to_train, partly_frozen, tied, skipping])
+def test_any_model(team: Team, build: Callable[[], nn.Sequential], accumulate: bool) -> None:
+    plain = build()
+    for step in range(4 if accumulate else 3):
+        for replica in range(R):
+            for rows in data(replica, step).split(sizes(ROWS[replica], 3)):
+                loss = plain(rows).pow(2).sum() / ROWS[replica] / 2
+                (loss / R).backward()
+    first, second = team.do(steps_of, build, accumulate, "except_last")
+    check_equal(first, grads_of_copies(plain))
+    assert_same(first, second)
+
+
+def grads_of_copies(plain: nn.Module) -> dict[str, Tensor]:
+    """Under all the names of a parameter that two stages hold."""
+    wanted = dict(plain.named_parameters(remove_duplicate=False))
+    return {name: p.grad for name, p in wanted.items() if p.grad is not None}
+
+
+# ------------------------------------------------------------------------------- training
+
+
+def train(world: rpcpipe.World, mode: str) -> Any:
+    torch.manual_seed(world.replica)  # as layers on meta are: replica 0's are everybody's
+    with torch.device("meta"):
+        model = mlp()
+    pipe = make(world, lambda: model, chunks=4, checkpoint=mode)
+    start = pipe.state_dict()
+    opt = pipe.optimizer(torch.optim.Adam, lr=0.01)
+    norms = []
+    for step in range(20):
+        loss_of(pipe(data(world.replica, step))).backward()
+        norms.append(opt.step(max_norm=1.0))
+        opt.zero_grad()
+    return start, pipe.state_dict(), norms
+
+
+def test_training_is_that_of_one_process_on_all_data(team: Team) -> None:
+    (start, first, norms), (_, second, _) = team.do(train, "except_last")
+    assert_same(first, second)
+    plain = mlp()
+    plain.load_state_dict(start)
+    opt = torch.optim.Adam(plain.parameters(), lr=0.01)
+    for step in range(20):
+        plain_step(plain, step)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torch.testing.assert_close(norms[step].float(), norm)
+        opt.step()
+        opt.zero_grad()
+    assert not torch.equal(first["0.weight"], start["0.weight"])
+    check_equal(first, plain.state_dict())
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    )
+
+
+def two_steps_at_a_time(world: rpcpipe.World) -> Any:
+    pipe = make(world, normed, chunks=2, deferred_batch_norm=True)
+    outs = [pipe(data(world.replica, step)) for step in range(2)]
+    for out in reversed(outs):
+        loss_of(out).backward()
+    return pipe.state_dict()
+
+
+def test_buffers_are_those_of_the_first_replica(team: Team) -> None:
+    first, second = team.do(two_steps_at_a_time)
+    assert_same(first, second)
+    plain = normed()
+    for step in range(2):
+        plain(data(0, step))
+    # Those of the second batch norm depend on how the first one's micro-batches were divided.
+    keys = [key for key in first if key.startswith("1.")]
+    check_equal({k: first[k] for k in keys}, {k: plain.state_dict()[k] for k in keys})
+
+
+# ------------------------------------------------------------------------------- failures
+
+
+class Fragile(nn.Module):
+    """A linear layer that fails where a row is marked by its index and the phase."""
+
+    PHASES = ("forward", "backward", "recompute")
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k, self.linear = k, nn.Linear(4, 4)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, marks = pair
+        here = [phase for p, phase in enumerate(self.PHASES) if (marks == 10 * self.k + p).any()]
+        if "forward" in here or ("recompute" in here and rpcpipe.is_recomputing()):
+            raise ArithmeticError("of a layer")
+        out = self.linear(x)
+        if "backward" in here and out.requires_grad:
+            out.register_hook(self.fail)
+        return out, marks
+
+    @staticmethod
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError("of a layer")
+
+
+def fragile() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*map(Fragile, range(6)))
+
+
+Case = tuple[int, int, str, int]  # replica, layer, phase, micro-batch
+CASES: list[Case] = [
+    (0, 1, "forward", 0), (1, 4, "forward", 2), (0, 4, "backward", 2), (1, 4, "backward", 0),
+    (0, 3, "backward", 0), (1, 0, "backward", 0), (0, 1, "recompute", 1), (1, 1, "recompute", 0),
+]  # fmt: skip
+
+
+def failing_steps(world: rpcpipe.World) -> list[Any]:
+    pipe = make(world, fragile, chunks=3, checkpoint="always")
+    found: list[Any] = []
+    for replica, k, phase, i in CASES:
+        x = data(world.replica)
+        marks = torch.full((len(x), 1), -1)
+        if replica == world.replica:
+            marks[sum(sizes(len(x), 3)[:i])] = 10 * k + Fragile.PHASES.index(phase)
+        try:
+            loss_of(pipe((x, marks))[0]).backward()
+        except rpcpipe.StageError as exc:
+            found.append((exc.stage, exc.microbatch, exc.phase))
+        except RuntimeError as exc:
+            found.append(str(exc))
+        pipe.zero_grad()
+        loss_of(pipe((x, torch.full_like(marks, -1)))[0]).backward()
+        found.append(all_grads(pipe))
+        pipe.zero_grad()
+    return found
+
+
+def test_a_step_that_fails_in_one_replica_fails_in_all_and_the_next_works(team: Team) -> None:
+    plain = fragile()
+    for replica in range(R):
+        x = data(replica)
+        (loss_of(plain((x, torch.full((len(x), 1), -1)))[0]) / R).backward()
+    answers = team.do(failing_steps)
+    for n, (replica, k, phase, i) in enumerate(CASES):
+        (own, gradients), (others, same) = (
+            answers[r][2 * n : 2 * n + 2] for r in (replica, 1 - replica)
+        )
+        assert own == (k // 3, i, phase), CASES[n]
+        assert f"failed in replica {replica}" in others, CASES[n]
+        check_equal(gradients, grads(plain))
+        assert_same(gradients, same)
+
+
+# ----------------------------------------------------------------------------- wrap_stage
+
+
+def with_hook(module: nn.Module, world: rpcpipe.World, j: int) -> nn.Module:
+    """Averages in half the bytes. (DDP refuses the hook itself where there is no GPU.)"""
+
+    def hook(group, bucket):  # type: ignore[no-untyped-def]
+        return default_hooks.bf16_compress_hook(group, bucket)
+
+    group = world.data_parallel_group(j)
+    ddp = DistributedDataParallel(module, process_group=group)
+    ddp.register_comm_hook(group, hook)
+    return ddp
+
+
+def with_power_sgd(module: nn.Module, world: rpcpipe.World, j: int) -> nn.Module:
+    group = world.data_parallel_group(j)
+    ddp = DistributedDataParallel(module, process_group=group, gradient_as_bucket_view=True)
+    state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=0.1)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    module.power_sgd = [state]
+    return ddp
+
+
+def sharded(module: nn.Module, world: rpcpipe.World, j: int) -> nn.Module:
+    mesh = DeviceMesh.from_group(world.data_parallel_group(j), "cpu")
+    for layer in module.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(module, mesh=mesh)  # type: ignore[no-any-return]
+
+
+def compiled(module: nn.Module, world: rpcpipe.World, j: int) -> nn.Module:
+    assert (world.replicas, world.is_driver) == (R, False)
+    return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
+
+
+WRAPS = {
+    "nothing": None,
+    "hook": with_hook,
+    "powersgd": with_power_sgd,
+    "fsdp": sharded,
+    "compile": compiled,
+}
+
+
+def wrapped(world: rpcpipe.World, wrap: str) -> Any:
+    pipe = make(world, mlp, chunks=3, wrap_stage=WRAPS[wrap])
+    opt = pipe.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    norms = []
+    for step in range(4):
+        loss_of(pipe(data(world.replica, step))).backward()
+        norms.append(float(opt.step(max_norm=1.0)))
+        opt.zero_grad()
+    state = pipe.state_dict()
+    pipe.load_state_dict({key: value + 1 for key, value in state.items()})
+    assert_same(pipe.state_dict(), {key: value + 1 for key, value in state.items()})
+    names = [info.name for info in pipe.named_parameters_info()]
+    return state, norms, names, [pipe.apply_to_stage(j, type_of) for j in range(N)]
+
+
+def type_of(module: nn.Module) -> tuple[str, int]:
+    sent = [state.iter for state in getattr(module, "power_sgd", [])]
+    return type(module).__name__, sum(sent)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_stage_wrapped_by_its_user(team: Team, wrap: str) -> None:
+    (first, norms, names, kinds), (second, same_norms, _, _) = team.do(wrapped, wrap)
+    assert_same(first, second)
+    assert norms == same_norms
+    tolerance = {"hook": 1e-2, "powersgd": 1e-1}.get(wrap, 1e-5)
+    plain = mlp()
+    assert names == list(first) == list(plain.state_dict())
+    opt = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        plain_step(plain, step)
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        assert norms[step] == pytest.approx(float(norm), rel=tolerance)
+        opt.step()
+        opt.zero_grad()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(first[name], value, rtol=tolerance, atol=tolerance)
+    assert kinds[0][1] == 0 if wrap != "powersgd" else kinds[0][1] == 4
+    assert kinds[0][0] == ("FSDPPartition" if wrap == "fsdp" else "Partition")
