@@ -88,7 +88,9 @@ class Pipe(nn.Module):
             does not. A list with the script's own process group for each stage, or the ranks of
             its processes, or a ``DeviceMesh`` with the axes ``("dp", "pp")``, says which groups
             are used: made by every process before ``run``, they are found in the stages by their
-            ranks, the first made of several. Replicas may have different numbers of micro-batches.
+            ranks, the first made of several. All replicas run the same number of backward passes
+            (their numbers of rows and micro-batches may differ); a pass that fails in one of them
+            fails in all.
         wrap_stage: an importable function, called in each stage as ``wrap_stage(module, world, j)``
             with its layers as one module. It returns what is to be called in their place: the
             module in a ``DistributedDataParallel`` with a communication hook, after
@@ -381,7 +383,10 @@ class Pipe(nn.Module):
         return [info for infos in found for info in infos if (info.stage, info.name) not in copies]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """All parameters and buffers on the driver, under the unpartitioned module's names."""
+        """All parameters and buffers on the driver, under the unpartitioned module's names.
+
+        Where stages are sharded over replicas, all drivers call this at the same time.
+        """
         found = self._everywhere("give its state", inside.state_dict)
         merged = {name: tensor for state in found for name, tensor in state.items()}
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from rpcpipe import groups, transport
 from rpcpipe.averaging import Averaging, Reduced, averaging_of
-from rpcpipe.errors import StageError
 from rpcpipe.stage import Stage
 from rpcpipe.world import World
 
@@ -194,7 +193,11 @@ class Replicas:
         Raises:
             RuntimeError: it has failed in another replica.
         """
-        failed = self._agree(False)
+        try:
+            failed = self._agree(False)
+        except RuntimeError as exc:
+            self.lose(str(exc))
+            raise
         if failed:
             raise RuntimeError(
                 f"step {step} failed in replica {failed[0]}, whose driver says why; its gradients "
@@ -206,8 +209,12 @@ class Replicas:
         try:
             self._everywhere("make up for a failed step", make_up, step)
             self._agree(True)
-        except (StageError, RuntimeError) as exc:
-            self._broken = f"{why}; {exc}"
+        except RuntimeError as exc:  # a StageError, or that of a replica that is gone
+            self.lose(f"{why}; {exc}")
+
+    def lose(self, why: str) -> None:
+        """The step has ended here in a way that cannot be made up for."""
+        self._broken = why
 
     def _agree(self, failed: bool) -> list[int]:
         """The replicas whose step has failed; called by all drivers at the end of a step."""

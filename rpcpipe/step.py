@@ -179,6 +179,8 @@ class Step:
             for j, answer in enumerate(announced):
                 transport.wait(answer, f"stage {j} to end step {self.order.step}")
         except BaseException as exc:
+            if self._replicas is not None:
+                self._replicas.lose(str(exc))
             self.drop(Failure.capture(exc))
             raise
         finally:

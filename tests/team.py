@@ -7,6 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,12 +26,11 @@ class Team:
     """``replicas`` pipelines of ``stages``, each rank a process, as a launcher would start them.
 
     Args:
-        prepare: name of a function of a test module that each process calls before ``run``.
+        runs: how often each process calls ``run``.
+        prepare: name of a function of a test module that each process calls before that.
     """
 
-    def __init__(
-        self, stages: int, replicas: int, *, dedicated: bool = False, prepare: str = ""
-    ) -> None:
+    def __init__(self, stages: int, replicas: int, *, runs: int = 1, prepare: str = "") -> None:
         self._key = secrets.token_bytes(16)
         self._listener = Listener(("127.0.0.1", 0), authkey=self._key)
         timeout = timedelta(seconds=60)
@@ -38,10 +38,15 @@ class Team:
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timeout
         )
-        size = replicas * (stages + dedicated)
-        counts = str(stages), str(replicas)
-        self.processes = [self._start(rank, size, *counts, prepare) for rank in range(size)]
-        links = [self._listener.accept() for _ in range(replicas)]
+        size, numbers = stages * replicas, map(str, (stages, replicas, runs))
+        args = *numbers, prepare
+        self.processes = [self._start(rank, size, *args) for rank in range(size)]
+        self._replicas = replicas
+        self.meet()
+
+    def meet(self) -> None:
+        """Meet the drivers of a run."""
+        links = [self._listener.accept() for _ in range(self._replicas)]
         self.drivers: dict[int, Connection[Any, Any]] = {link.recv(): link for link in links}
 
     def _start(self, rank: int, size: int, *args: str) -> subprocess.Popen[str]:
@@ -98,14 +103,14 @@ class Team:
         self._listener.close()
 
 
-def live(port: str, key: str, stages: str, replicas: str, prepare: str) -> None:
+def live(port: str, key: str, stages: str, replicas: str, runs: str, prepare: str) -> None:
     """The life of a process of a team."""
     if prepare:
         module, _, name = prepare.partition(":")
         getattr(__import__(module), name)()
-    rpcpipe.run(
-        _obey, int(port), bytes.fromhex(key), stages=int(stages), replicas=int(replicas)
-    )
+    for _ in range(int(runs)):
+        args = int(port), bytes.fromhex(key)
+        rpcpipe.run(_obey, *args, stages=int(stages), replicas=int(replicas))
 
 
 def _obey(world: rpcpipe.World, port: int, key: bytes) -> None:
@@ -115,7 +120,8 @@ def _obey(world: rpcpipe.World, port: int, key: bytes) -> None:
             fn, args = job
             try:
                 answer = fn(world, *args)
-            except Ending:
+            except Ending as exc:
+                link.send_bytes(_pack(exc))
                 raise
             except Exception as exc:
                 exc.add_note("".join(traceback.format_exception(exc)))
@@ -131,6 +137,13 @@ def _pack(value: Any) -> bytes:
 
 def _unpack(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def await_true(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
 
 
 class Ending(Exception):

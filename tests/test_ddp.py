@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from team import Team
+import torch.distributed.autograd as dist_autograd
+from team import Ending, Team, await_true
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from toys import all_grads, check_equal, grads, mlp
@@ -21,6 +28,7 @@ import rpcpipe
 from rpcpipe.microbatch import sizes
 from rpcpipe.skip import pop, skippable, stash
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_ddp.py"
 R, N = 2, 2
 ROWS = (8, 5)  # of each replica: other micro-batches, and other numbers of them
 
@@ -154,7 +162,9 @@ class Pop(nn.Module):
 
 def skipping() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Pop(), nn.Linear(4, 2))
+    return nn.Sequential(
+        nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Pop(), nn.Linear(4, 2)
+    )
 
 
 def steps_of(
@@ -411,3 +421,288 @@ def test_a_stage_wrapped_by_its_user(team: Team, wrap: str) -> None:
         torch.testing.assert_close(first[name], value, rtol=tolerance, atol=tolerance)
     assert kinds[0][1] == 0 if wrap != "powersgd" else kinds[0][1] == 4
     assert kinds[0][0] == ("FSDPPartition" if wrap == "fsdp" else "Partition")
+
+
+# -------------------------------------------------------------------------------- overlap
+
+
+class Log(nn.Module):
+    """Notes when a gradient passes, and in a file when the last one of the second step does."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.seen: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(self.note)
+        return x
+
+    def note(self, _: Tensor) -> None:
+        self.seen.append("backward")
+        if self.seen.count("backward") == 2 * 3:
+            self.last.touch()
+
+
+def waits_for_the_stage_before(module: nn.Module, world: rpcpipe.World, j: int) -> nn.Module:
+    """The average is not in before the stage before is through its last backward pass."""
+    log, group = module[1], world.data_parallel_group(j)
+    log.last = log.folder / f"replica {world.replica}, stage {j}"
+    in_order = ThreadPoolExecutor(1)
+    awaited = log.folder / f"replica {world.replica}, stage {max(0, j - 1)}"
+
+    def hook(_, bucket):  # type: ignore[no-untyped-def]
+        log.seen.append("average")
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+
+        def finish() -> None:
+            if j > 0 and log.seen.count("backward") > 3:
+                await_true(awaited.exists, 30.0)
+            dist.all_reduce(bucket.buffer().div_(R), group=group)
+            future.set_result(bucket.buffer())
+
+        in_order.submit(finish)
+        return future
+
+    ddp = DistributedDataParallel(module, process_group=group, bucket_cap_mb=1e-6)
+    ddp.register_comm_hook(None, hook)
+    return ddp
+
+
+def overlapping(world: rpcpipe.World, folder: Path) -> Any:
+    layers = [nn.Linear(4, 4), Log(folder), nn.Linear(4, 4)]
+    layers += [nn.Linear(4, 4), Log(folder), nn.Linear(4, 2)]
+    options = {"chunks": 3, "wrap_stage": waits_for_the_stage_before}
+    pipe = make(world, lambda: nn.Sequential(*layers), **options)
+    for _ in range(2):  # DDP makes its buckets in the first
+        loss_of(pipe(data(world.replica))).backward()
+    return [pipe.apply_to_stage(j, events) for j in range(N)]
+
+
+def events(module: nn.Module) -> list[str]:
+    return module[1].seen  # type: ignore[no-any-return]
+
+
+def test_the_average_overlaps_the_last_backward_pass(team: Team, tmp_path: Path) -> None:
+    for logs in team.do(overlapping, tmp_path):
+        for log in logs:
+            second = log[log.index("average") + 1 :]
+            # What comes after the log is averaged before a gradient passes it for the last time.
+            assert second[:3] == ["backward", "backward", "average"]
+            assert second.count("backward") == 3
+
+
+# --------------------------------------------------------------------------- what one may ask
+
+
+def averages(world: rpcpipe.World) -> Any:
+    r = world.replica
+    integers, found = torch.tensor([r, 3]), torch.full((2,), r, dtype=torch.bfloat16)
+    numbers = world.all_reduce(r), world.all_reduce(r == 0)
+    return [*numbers, world.all_reduce(integers), world.all_reduce(found), found]
+
+
+def test_a_metric_is_averaged_over_drivers(team: Team) -> None:
+    for r, (number, share, integers, halves, given) in enumerate(team.do(averages)):
+        assert (number, share) == (0.5, 0.5)
+        torch.testing.assert_close(integers, torch.tensor([0.5, 3], dtype=torch.float64))
+        torch.testing.assert_close(halves, torch.full((2,), 0.5, dtype=torch.bfloat16))
+        assert given.tolist() == [r, r]
+
+
+def static(module: nn.Module, world: rpcpipe.World, j: int) -> nn.Module:
+    group = world.data_parallel_group(j)
+    return DistributedDataParallel(module, process_group=group, static_graph=True)
+
+
+def forgotten(module: nn.Module, world: rpcpipe.World, j: int) -> None:
+    pass
+
+
+def flattened(module: nn.Module, world: rpcpipe.World, j: int) -> nn.Module:
+    class FullyShardedDataParallel(nn.Module):
+        pass
+
+    return FullyShardedDataParallel()
+
+
+def sharded_and_tied(world: rpcpipe.World) -> rpcpipe.Pipe:
+    return make(world, tied, wrap_stage=sharded)
+
+
+def in_context(world: rpcpipe.World) -> None:
+    pipe = make(world, mlp)
+    with dist_autograd.context():
+        pipe(data(world.replica))
+
+
+def with_a_lambda(world: rpcpipe.World) -> None:
+    make(world, mlp, wrap_stage=lambda module, world, j: module)
+
+
+def group_in_the_driver(world: rpcpipe.World) -> None:
+    world.data_parallel_group(1)
+
+
+def make_with(world: rpcpipe.World, **options: Any) -> None:
+    make(world, mlp, **options)
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind", "text"),
+    [
+        (with_a_lambda, TypeError, "wrap_stage= is called in the stages, which import it"),
+        (group_in_the_driver, RuntimeError, "process group of stage 1 is in the processes of"),
+        (in_context, ValueError, r"averaged over replicas have no place .* give ddp=False"),
+        (sharded_and_tied, ValueError, "tied across stages cannot be sharded"),
+        (partial(make_with, wrap_stage=static), rpcpipe.StageError, "leave static_graph out"),
+        (partial(make_with, wrap_stage=forgotten), rpcpipe.StageError, "returns the module to"),
+        (partial(make_with, wrap_stage=flattened), rpcpipe.StageError, "fully_shard"),
+        (partial(make_with, ddp=[[0, 1], [2, 3]]), ValueError, r"stage 0 .* \[0, 1\], .* \[0, 2\]"),
+        (partial(make_with, ddp=[[0, 2]]), ValueError, "a group for each of 2 stages, got 1"),
+        (partial(make_with, ddp=[[0, 2], [1, 3]]), rpcpipe.StageError, "no process group of ranks"),
+        (partial(make_with, ddp=True), TypeError, 'ddp= is "auto", False, a list'),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    team: Team, fn: Callable[..., Any], kind: type[Exception], text: str
+) -> None:
+    for answer in team.ask(fn):
+        assert isinstance(answer, kind)
+        assert re.search(text, str(answer), re.DOTALL), str(answer)
+
+
+def without_average(world: rpcpipe.World) -> dict[str, Tensor]:
+    pipe = make(world, mlp, ddp=False)
+    loss_of(pipe(data(world.replica))).backward()
+    return all_grads(pipe)
+
+
+def test_replicas_may_be_left_to_themselves(team: Team) -> None:
+    for replica, found in enumerate(team.do(without_average)):
+        plain = mlp()
+        loss_of(plain(data(replica))).backward()
+        check_equal(found, grads(plain))
+
+
+# ---------------------------------------------------------- the script's own groups, and its end
+
+OWN: dict[str, Any] = {}  # in each process
+KEPT: dict[str, Any] = {}
+
+
+def make_own_groups() -> None:
+    dist.init_process_group("gloo")
+    OWN["groups"] = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    OWN["mesh"] = init_device_mesh("cpu", (R, N), mesh_dim_names=("dp", "pp"))
+    OWN["turned"] = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("pp", "dp"))
+
+
+def by_own_groups(world: rpcpipe.World) -> Any:
+    found = []
+    for ddp in (OWN["groups"], [[0, 2], [1, 3]], OWN["mesh"], OWN["turned"]):
+        pipe = make(world, mlp, ddp=ddp)
+        loss_of(pipe(data(world.replica))).backward()
+        found.append((all_grads(pipe), pipe._everywhere("ask", uses_own_group)))
+    with pytest.raises(ValueError, match=r'names=\("dp", "pp"\), got names .*dp'):
+        make(world, mlp, ddp=OWN["mesh"]["dp"])
+    KEPT["pipe"] = pipe
+    return found
+
+
+def uses_own_group(stage: Any) -> bool:
+    return stage.averaging._ddp.process_group is OWN["groups"][stage.index]
+
+
+def ends_alone(world: rpcpipe.World) -> Tensor:
+    with torch.no_grad():
+        return KEPT["pipe"](data(0))  # type: ignore[no-any-return]
+
+
+def step_or_end(world: rpcpipe.World, ends: int) -> Any:
+    """One replica ends by an exception, while the other is in a step."""
+    pipe = make(world, mlp)
+    pipe(data(0))
+    if world.replica == ends:
+        raise Ending("of a training function")
+    with pytest.raises(rpcpipe.StageError) as caught:
+        loss_of(pipe(data(0))).backward()
+    with pytest.raises(RuntimeError, match="not in step any more") as refused:
+        pipe(data(0))
+    return caught.value.phase, str(refused.value)
+
+
+def test_own_groups_and_ends_that_are_not_at_the_same_time() -> None:
+    team = Team(N, R, runs=2, prepare="test_ddp:make_own_groups")
+    try:
+        plain = mlp()
+        plain_step(plain)
+        for answers in team.do(by_own_groups):
+            for found, own in answers:
+                assert own == [True, True]
+                check_equal(found, grads(plain))
+        # The first replica has the first process; the others go on without it.
+        team.dismiss(0)
+        torch.testing.assert_close(team.do(ends_alone), [plain(data(0))])
+        team.dismiss(1)
+        team.meet()
+        answers = team.ask(step_or_end, 1)
+        assert answers[0][0] == "backward"
+        assert isinstance(answers[1], Ending)
+        ends = team.close()
+        assert [code for code, _ in ends] == [0, 0, 1, 0], ends
+        assert "Ending: of a training function" in ends[2][1]
+    finally:
+        team.kill()
+
+
+# ------------------------------------------------------------------------- beside other things
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_one_replica(world: rpcpipe.World) -> None:
+    assert world.all_reduce(3) == 3
+    with pytest.raises(RuntimeError, match="this run has one replica"):
+        world.data_parallel_group(0)
+    with pytest.raises(ValueError, match=r"averages over replicas, and this run has one"):
+        make(world, mlp, ddp=[[0], [1]])
+    pipe, plain = make(world, mlp, wrap_stage=counting), mlp()
+    with pipe.no_sync():
+        loss_of(pipe(data(0))).backward()
+    loss_of(plain(data(0))).backward()
+    check_equal(all_grads(pipe), grads(plain))
+    assert [pipe.apply_to_stage(j, called) for j in range(2)] == [1, 1]
+
+
+class Counting(nn.Module):
+    """A wrapper whose names are not those of the pipe."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+        wrapped.calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.wrapped.calls += 1
+        return self.wrapped(x)
+
+
+def counting(module: nn.Module, world: rpcpipe.World, j: int) -> nn.Module:
+    return Counting(module)
+
+
+def called(module: nn.Module) -> int:
+    return module.calls  # type: ignore[return-value]
+
+
+def test_the_example_with_drivers_of_their_own() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=6"]
+    options = ["--epochs=4", "--batch=128"]
+    ended = subprocess.run(
+        [*command, EXAMPLE, *options], capture_output=True, text=True, timeout=110
+    )
+    assert ended.returncode == 0, ended
+    lines = ended.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"epoch {k}" for k in range(4)], ended
+    assert "16 steps of 2 x 128" in lines[-1]
