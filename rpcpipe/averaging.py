@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -96,6 +96,7 @@ class Reduced(Averaging):
         buffers = getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True))
         self._buffers = buffers and any(True for _ in ddp.module.buffers())
         self._reduced = -1  # the last step whose gradients are averaged
+        self._lost = False  # whether a reduction was begun and cannot be ended
 
     @staticmethod
     def of(module: nn.Module, group: dist.ProcessGroup) -> Reduced:
@@ -128,7 +129,8 @@ class Reduced(Averaging):
             try:
                 torch.autograd.backward(roots, seeds)
             except BaseException:
-                self._complete(reached)
+                with suppress(Exception):  # what comes of the first failure; see `make_up`
+                    self._complete(reached)
                 raise
         if self._buffers:
             self._ddp._sync_buffers()
@@ -148,6 +150,7 @@ class Reduced(Averaging):
 
     def _complete(self, reached: set[int]) -> None:
         """Hand over what a pass that has failed did not come to; others wait for that."""
+        self._lost = True
         missing = [p for k, p in enumerate(self._parameters) if k not in reached]
         if missing:
             torch.autograd.backward(_touch(missing, _nothing))
@@ -155,8 +158,11 @@ class Reduced(Averaging):
         self._ddp.reducer._reset_state()
         if self._buffers:
             self._ddp._sync_buffers()
+        self._lost = False
 
     def make_up(self, step: int) -> None:
+        if self._lost:
+            raise RuntimeError("the average over replicas was begun and cannot be ended")
         if self._reduced < step:
             with torch.enable_grad():
                 self.backward(step, [], [], True, _nothing)
