@@ -133,10 +133,6 @@ def wrap(stage: Stage, plan: Plan) -> str:
     return stage.averaging.kind
 
 
-def settle(stage: Stage) -> None:
-    """Returns when the compute thread has done all it was given before."""
-
-
 def make_up(stage: Stage, step: int) -> None:
     stage.averaging.make_up(step)
 
@@ -182,10 +178,6 @@ class Replicas:
                 f"in a way that cannot be made up for ({self._broken}): end this run, and start "
                 "again from what was saved"
             )
-
-    def settle(self) -> None:
-        """Wait until this replica's gradients are the average."""
-        self._everywhere("average its gradients", settle)
 
     def succeed(self, step: int) -> None:
         """The step has ended well here.

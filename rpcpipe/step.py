@@ -186,8 +186,6 @@ class Step:
         finally:
             self._tape.close()
             self._ends = []
-        if self._replicas is not None:
-            self._replicas.settle()
         if self.reported:
             self._raise_reported()
         if self._replicas is not None:

@@ -81,7 +81,7 @@ class Team:
 
     def answer(self, replica: int) -> Any:
         link = self.drivers[replica]
-        assert link.poll(60), f"replica {replica} does not answer"
+        assert link.poll(100), f"replica {replica} does not answer"
         return _unpack(link.recv_bytes())
 
     def dismiss(self, replica: int) -> None:

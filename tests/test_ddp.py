@@ -708,11 +708,12 @@ def called(module: nn.Module) -> int:
     return module.calls  # type: ignore[return-value]
 
 
+@pytest.mark.timeout(240)
 def test_the_example_with_drivers_of_their_own() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=6"]
     options = ["--epochs=4", "--batch=64"]
     ended = subprocess.run(
-        [*command, EXAMPLE, *options], capture_output=True, text=True, timeout=110
+        [*command, EXAMPLE, *options], capture_output=True, text=True, timeout=220
     )
     assert ended.returncode == 0, ended
     lines = ended.stdout.splitlines()
