@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -373,6 +374,32 @@ def compiled(module: nn.Module, world: rpcpipe.World, j: int) -> nn.Module:
     return torch.compile(module, backend="aot_eager")  # type: ignore[return-value]
 
 
+def in_ddp(module: nn.Module, world: rpcpipe.World, j: int) -> nn.Module:
+    return DistributedDataParallel(module, process_group=world.data_parallel_group(j))
+
+
+def unused_in_ddp(world: rpcpipe.World) -> list[dict[str, Tensor]]:
+    pipe, found = make(world, two_ways, chunks=3, wrap_stage=in_ddp), []
+    for step in range(2):
+        loss_of(pipe(data(world.replica, step))).backward()
+        found.append(all_grads(pipe))
+        pipe.zero_grad()
+    return found
+
+
+def test_parameters_that_no_row_uses_in_the_last_micro_batch(team: Team) -> None:
+    first, second = team.do(unused_in_ddp)
+    for step, found in enumerate(first):
+        plain = two_ways()
+        for replica in range(R):
+            for rows in data(replica, step).split(sizes(ROWS[replica], 3)):
+                (plain(rows).pow(2).sum() / ROWS[replica] / 2 / R).backward()
+        # This DDP was not told to find parameters that no replica uses: they get zeros.
+        wanted = {k: torch.zeros_like(p) for k, p in plain.named_parameters()} | grads(plain)
+        check_equal(found, wanted)
+        assert_same(found, second[step])
+
+
 WRAPS = {
     "nothing": None,
     "hook": with_hook,
@@ -571,6 +598,14 @@ def test_what_cannot_be_is_refused(
     for answer in team.ask(fn):
         assert isinstance(answer, kind)
         assert re.search(text, str(answer), re.DOTALL), str(answer)
+
+
+def test_a_job_on_one_host_is_on_the_loopback_interface_alone(team: Team) -> None:
+    for process in team.processes:
+        ends = psutil.Process(process.pid).net_connections()
+        assert ends
+        local = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
+        assert not [end for end in ends if end.laddr and end.laddr.ip not in local]
 
 
 def without_average(world: rpcpipe.World) -> dict[str, Tensor]:
