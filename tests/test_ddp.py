@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from toys import all_grads, check_equal, grads, mlp
+from toys import all_grads, await_equal, check_equal, grads, mlp
 
 import rpcpipe
 from rpcpipe.microbatch import sizes
@@ -450,6 +451,40 @@ def test_a_stage_wrapped_by_its_user(team: Team, wrap: str) -> None:
     assert kinds[0][0] == ("FSDPPartition" if wrap == "fsdp" else "Partition")
 
 
+class FirstIsDetached(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.detach() if self.calls == 1 else x
+
+
+def first_is_detached(world: rpcpipe.World, wrap: str) -> Any:
+    model = nn.Sequential(*mlp(), FirstIsDetached())
+    options = {"chunks": 3, "checkpoint": "never", "wrap_stage": WRAPS[wrap]}
+    pipe = rpcpipe.Pipe(model, world, balance=[3, 4], **options)
+    loss_of(pipe(data(world.replica))).backward()
+    return all_grads(pipe)
+
+
+def shards_without_a_gradient(world: rpcpipe.World) -> str:
+    with pytest.raises(rpcpipe.StageError) as caught:
+        first_is_detached(world, "fsdp")
+    return caught.value.message
+
+
+def test_no_gradient_reaches_the_stages_in_the_last_backward_pass(team: Team) -> None:
+    plain = mlp()
+    for replica in range(R):
+        _, *others = data(replica).split(sizes(ROWS[replica], 3))
+        out = plain(torch.cat(others))
+        (out.pow(2).sum() / 2 / ROWS[replica] / R).backward()
+    for found in team.do(first_is_detached, "nothing"):
+        check_equal(found, grads(plain))
+    for message in team.do(shards_without_a_gradient):
+        assert "no gradient reaches a stage that is sharded" in message
+
+
 # -------------------------------------------------------------------------------- overlap
 
 
@@ -606,6 +641,24 @@ def test_a_job_on_one_host_is_on_the_loopback_interface_alone(team: Team) -> Non
         assert ends
         local = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
         assert not [end for end in ends if end.laddr and end.laddr.ip not in local]
+
+
+def wrappers(module: nn.Module) -> int:
+    gc.collect()
+    return sum(type(obj) is DistributedDataParallel for obj in gc.get_objects())
+
+
+def pipes_that_are_gone(world: rpcpipe.World) -> list[int]:
+    for _ in range(3):
+        pipe = make(world, mlp)
+        loss_of(pipe(data(world.replica))).backward()
+    gc.collect()
+    await_equal(lambda: [pipe.apply_to_stage(j, wrappers) for j in range(N)], [1, 1])
+    return [pipe.apply_to_stage(j, wrappers) for j in range(N)]
+
+
+def test_nothing_is_left_of_pipes_that_are_gone(team: Team) -> None:
+    assert team.do(pipes_that_are_gone) == [[1, 1]] * R
 
 
 def without_average(world: rpcpipe.World) -> dict[str, Tensor]:
