@@ -10,31 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from rpcpipe import transport
+from rpcpipe.averaging import like, whole
 from rpcpipe.mailbox import require_picklable
 from rpcpipe.stage import Stage
 
 
 def apply(stage: Stage, fn: Callable[[nn.Module], Any]) -> Any:
-    value = fn(stage.module)
+    value = fn(stage.partition)
     require_picklable(value)
     return value
 
 
-def exchange_ties(stage: Stage, step: int) -> None:
-    stage.exchange_ties(step)
+def exchange_ties(stage: Stage, step: int, average: bool) -> None:
+    stage.exchange_ties(step, average)
 
 
 def parameter(stage: Stage, name: str) -> Tensor:
-    return stage.module.get_parameter(name).detach().to("cpu")
+    return stage.partition.get_parameter(name).detach().to("cpu")
 
 
 @torch.no_grad()
 def set_parameter(stage: Stage, name: str, value: Tensor) -> None:
-    stage.module.get_parameter(name).copy_(value)
+    stage.partition.get_parameter(name).copy_(value)
 
 
 def zero_grad(stage: Stage, set_to_none: bool) -> None:
-    stage.module.zero_grad(set_to_none)
+    stage.partition.zero_grad(set_to_none)
 
 
 def parameter_rrefs(stage: Stage) -> list[Any]:
@@ -42,14 +43,14 @@ def parameter_rrefs(stage: Stage) -> list[Any]:
 
 
 def state_dict(stage: Stage) -> dict[str, Any]:
-    state = stage.module.state_dict()
-    return {k: v.to("cpu") if isinstance(v, Tensor) else v for k, v in state.items()}
+    state = stage.partition.state_dict()
+    return {k: whole(v).to("cpu") if isinstance(v, Tensor) else v for k, v in state.items()}
 
 
 def state_shapes(stage: Stage) -> dict[str, tuple[int, ...] | None]:
     return {
         name: tuple(value.shape) if isinstance(value, Tensor) else None
-        for name, value in stage.module.state_dict().items()
+        for name, value in stage.partition.state_dict().items()
     }
 
 
@@ -68,12 +69,14 @@ class ParameterInfo:
 def parameters_info(stage: Stage) -> list[ParameterInfo]:
     return [
         ParameterInfo(name, tuple(p.shape), p.dtype, p.requires_grad, stage.index, p.device)
-        for name, p in stage.module.named_parameters()
+        for name, p in stage.partition.named_parameters()
     ]
 
 
 def load_state_dict(stage: Stage, state: dict[str, Any]) -> None:
-    stage.module.load_state_dict(state, strict=False)
+    held = stage.partition.state_dict()
+    placed = {k: like(v, held[k]) if isinstance(v, Tensor) else v for k, v in state.items()}
+    stage.partition.load_state_dict(placed, strict=False)
 
 
 def start_recording(stage: Stage) -> None:

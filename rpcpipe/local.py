@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from rpcpipe.averaging import whole
 from rpcpipe.stage import Stage
 
 __all__ = [
@@ -145,7 +146,7 @@ def measure(stage: Stage, key: str, norm_type: float) -> float:
         for p in local.parameters()
         if p.grad is not None and id(p) not in elsewhere
     ]
-    norms = [float(part) for part in parts]
+    norms = [float(whole(part)) for part in parts]
     if math.isinf(norm_type):
         return max(norms, key=lambda norm: (math.isnan(norm), norm), default=0.0)
     return float(sum(norm**norm_type for norm in norms))

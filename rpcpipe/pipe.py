@@ -22,6 +22,7 @@ from rpcpipe import (
     inside,
     loading,
     microbatch,
+    replicas,
     saving,
     schedule,
     tied,
@@ -93,11 +94,26 @@ class Pipe(nn.Module):
         devices: where each stage computes; by default ``world.device(j)``.
         check_finite: look for NaNs and infinities in what every stage computes, forward and
             backward, and raise where the first one appears. Slow: for finding it.
+        ddp: how gradients are averaged over ``world.replicas`` pipelines, once a mini-batch and
+            during the last micro-batch's backward pass. ``"auto"`` puts each stage that has
+            something to train into a ``DistributedDataParallel`` with the stage's group, if there
+            is more than one replica; its weights and buffers become those of replica 0. ``False``
+            does not. A list with the script's own process group for each stage, or the ranks of
+            its processes, or a ``DeviceMesh`` with the axes ``("dp", "pp")``, says which groups
+            are used: made by every process before ``run``, they are found in the stages by their
+            ranks, the first made of several. All replicas run the same number of backward passes
+            (their numbers of rows and micro-batches may differ); a pass that fails in one of them
+            fails in all.
+        wrap_stage: an importable function, called in each stage as ``wrap_stage(module, world, j)``
+            with its layers as one module. It returns what is to be called in their place: the
+            module in a ``DistributedDataParallel`` with a communication hook, after
+            ``fully_shard``, compiled. Parameters keep the names they have without it. If the
+            result is not data parallel by itself, ``ddp`` applies.
 
     Raises:
         TypeError: ``module`` is no ``nn.Sequential``, or cannot be pickled.
         BalanceError: ``balance`` does not fit.
-        ValueError: ``chunks``, ``checkpoint`` or ``devices`` is not as described.
+        ValueError: ``chunks``, ``checkpoint``, ``devices`` or ``ddp`` is not as described.
     """
 
     _stage_class = Stage  # an experiment may put a subclass here
@@ -115,6 +131,8 @@ class Pipe(nn.Module):
         sample: Any = None,
         devices: Sequence[torch.device | str] | None = None,
         check_finite: bool = False,
+        ddp: Any = "auto",
+        wrap_stage: Callable[[nn.Module, World, int], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         check_module(module)
@@ -126,6 +144,7 @@ class Pipe(nn.Module):
         if balance is None and sample is not None:
             balance = balances.by_time(world.stages, module, sample)
         balances.validate(balance, len(module), world.stages)
+        plan = replicas.Plan.of(world, ddp, wrap_stage)
         self.balance = list(balance or [])
         if checkpoint != "never" and not deferred_batch_norm and has_batch_norm(module):
             logger.warning(
@@ -145,6 +164,7 @@ class Pipe(nn.Module):
         self._counted_before = 0  # mini-batches, when a checkpoint was loaded
         self._seed = seed
         self._saving: saving.Saving | None = None
+        self._average = True
         self._port = Port()
         self._collecting: tuple[int | None, list[Tensor]] = (None, [])
         self._remote_port = transport.publish(self._port)
@@ -172,6 +192,8 @@ class Pipe(nn.Module):
                 for blob, first in zip(blobs, firsts, strict=False)
             ]
         )
+        kinds = self._everywhere("be wrapped", replicas.wrap, plan)
+        self._replicas = replicas.Replicas.of(self, world, kinds)
 
     # ---------------------------------------------------------------------------- construction
 
@@ -219,9 +241,10 @@ class Pipe(nn.Module):
         """Call ``fn(stage, *args)`` on the compute thread of every stage."""
         return self._collect([s.call("perform", fn, *args) for s in self._stages], what)
 
-    def _sum_tied(self, step: int) -> None:
+    def _sum_tied(self, order: Order) -> None:
         if self._ties:
-            self._everywhere("add up tied gradients", inside.exchange_ties, step)
+            args = order.step, order.average
+            self._everywhere("add up tied gradients", inside.exchange_ties, *args)
 
     # ------------------------------------------------------------------------------- training
 
@@ -246,6 +269,8 @@ class Pipe(nn.Module):
         """
         batches = microbatch.scatter((args, kwargs), self.chunks)
         require_picklable(batches[0])
+        if self._replicas is not None:
+            self._replicas.require_unbroken()
         if self.check_finite:
             require_finite(
                 (f"the input of micro-batch {i}", leaf)
@@ -273,6 +298,12 @@ class Pipe(nn.Module):
                 "which keeps a gradient for each copy; call loss.backward() outside of it, or "
                 "change balance= so that the layers that share them are in one stage"
             )
+        if order.context is not None and self._replicas is not None:
+            raise ValueError(
+                "stages that are averaged over replicas have no place in a distributed autograd "
+                "context, where gradients do not pass DistributedDataParallel; call "
+                "loss.backward() outside of it, or give ddp=False"
+            )
         return Step(self, order, batches, transport.Tape()).attach(inputs)
 
     def _order(self, m: int) -> Order:
@@ -290,6 +321,7 @@ class Pipe(nn.Module):
             training=self.training,
             autocast=AutocastState.capture(),
             check_finite=self.check_finite,
+            average=self._average,
         )
 
     def _collectors(self, context: int | None) -> list[Tensor]:
@@ -303,6 +335,19 @@ class Pipe(nn.Module):
             tokens = self._collect(answers, "join the autograd context")
             self._collecting = (context, boundary.received(tokens))
         return self._collecting[1] if context is not None else []
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Mini-batches that are run in here leave their gradients as they are in this replica.
+
+        They add up in ``.grad``, and are averaged over the replicas together with those of the
+        next mini-batch that is run outside. As ``DistributedDataParallel.no_sync``.
+        """
+        before, self._average = self._average, False
+        try:
+            yield
+        finally:
+            self._average = before
 
     def optimizer(
         self,
@@ -367,7 +412,10 @@ class Pipe(nn.Module):
         return [info for infos in found for info in infos if (info.stage, info.name) not in copies]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """All parameters and buffers on the driver, under the unpartitioned module's names."""
+        """All parameters and buffers on the driver, under the unpartitioned module's names.
+
+        Where stages are sharded over replicas, all drivers call this at the same time.
+        """
         found = self._everywhere("give its state", inside.state_dict)
         merged = {name: tensor for state in found for name, tensor in state.items()}
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
-from rpcpipe import saving, transport
+from rpcpipe import groups, saving, transport
 from rpcpipe.errors import StageLost
 from rpcpipe.world import Layout, Process, World, check_counts, worker_name
 
@@ -130,7 +130,8 @@ def _run_launched(fn: Callable[..., T], args: tuple[Any, ...], layout: Layout) -
     # One host: nothing outside it has to reach any process.
     single_host = local == world_size
     network = transport.loopback() if single_host else nullcontext()
-    with network, _joined(layout, process, store) as world:
+    in_groups = groups.joined(layout, rank, dist.PrefixStore("groups", store))
+    with network, in_groups, _joined(layout, process, store) as world:
         return None if world is None else fn(world, *args)
 
 

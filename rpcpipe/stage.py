@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from rpcpipe import batchnorm, boundary, checkpoint, transport, trees
+from rpcpipe.averaging import Averaging, local
 from rpcpipe.errors import Failure, StageLost
 from rpcpipe.finite import require_finite
 from rpcpipe.mailbox import Mailbox, Name, Parcel, require_picklable
@@ -47,6 +48,7 @@ class Order:
     training: bool
     autocast: checkpoint.AutocastState
     check_finite: bool = False  # whether a value that is not finite is a failure
+    average: bool = True  # gradients over the replicas, in the last backward pass
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,9 @@ class Stage:
     def __init__(self, index: int, device: str, threads: int) -> None:
         self.index = index
         self.device = torch.device(device)
-        self.module: nn.Module
+        self.partition: Partition  # the layers, by their names in the whole model
+        self.module: nn.Module  # what is called: the partition, or what its user has wrapped it in
+        self.averaging = Averaging()
         self.events: list[Event] | None = None  # a list while recording
         self.extras: dict[str, Any] = {}  # optimizers and the like, which belong to other rooms
         self._mailbox = Mailbox()
@@ -252,7 +256,7 @@ class Stage:
             collector.steps.pop(step, None)
         self._mailbox.drop(step, why)
         self._jobs.put(self._discard)
-        self._jobs.put(lambda: self.ties.restore(self.module, step))
+        self._jobs.put(lambda: self.ties.restore(self.partition, step))
 
     def perform(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
         """Call ``fn(stage, *args)`` on the compute thread, after all it was given before."""
@@ -308,15 +312,16 @@ class Stage:
             self._rng = checkpoint.RngState.capture(self.device)
             theirs.restore()
 
-    def exchange_ties(self, step: int) -> None:
+    def exchange_ties(self, step: int, average: bool) -> None:
         """After the backward pass: add up the gradients of parameters that other stages hold."""
-        self.ties.exchange(self.module, step, self._mailbox.put)
+        over_replicas = self.averaging.average if average else None
+        self.ties.exchange(self.partition, step, self._mailbox.put, over_replicas)
 
     def _begin_backward(self, run: _Run) -> None:
         if not run.over:
             # Here and not where it is announced: this thread may still be at the end of the
             # forward program, and would go on before the gradients are set aside.
-            self.ties.set_aside(self.module, run.order.step)
+            self.ties.set_aside(self.partition, run.order.step)
             run.announced = True
             self._advance(run)
 
@@ -368,7 +373,7 @@ class Stage:
         with self._timed(run, "F", i):
             handed_on = self._forward_and_keep(run, i, received)
             if i == run.order.m - 1:
-                batchnorm.commit(self.module)
+                batchnorm.commit(self.partition)
         for name, value in handed_on.items():
             self._mailbox.put(run.order.step, i, name, value)
 
@@ -446,12 +451,12 @@ class Stage:
     def _own_memory(self, run: _Run) -> set[int]:
         """Where the layers' parameters and buffers are, which may change while they are sent."""
         if run.parameters_memory is None:
-            run.parameters_memory = {_memory(p) for p in self.module.parameters()}
+            run.parameters_memory = {_memory(local(p)) for p in self.partition.parameters()}
         held = [b for module in self._with_buffers for b in module._buffers.values()]
         return run.parameters_memory.union(_memory(b) for b in held if b is not None)
 
     def trainable(self) -> list[Tensor]:
-        return [p for p in self.module.parameters() if p.requires_grad]
+        return [p for p in self.partition.parameters() if p.requires_grad]
 
     def _fail_forward(self, run: _Run, i: int, failure: Failure) -> None:
         """Answer this micro-batch and those after it by the failure, and give the step up.
@@ -468,7 +473,7 @@ class Stage:
         self._discard()
 
     def _discard(self) -> None:
-        batchnorm.discard(self.module)
+        batchnorm.discard(self.partition)
 
     def _recompute(self, run: _Run, i: int) -> None:
         kept = run.kept[i]
@@ -484,16 +489,29 @@ class Stage:
     def _backward(self, run: _Run, i: int) -> None:
         gradients = run.gradients[i].result()
         kept = run.kept.pop(i)
-        with self._timed(run, "B", i):
-            departing = self._gradients(run, kept, gradients)
-        if run.order.context is not None and run.cursor == len(run.order.program):
-            self._collectors[run.order.context].steps[run.order.step] = run.collected
-        _settle(run.departures[i], departing)
+        last = run.cursor == len(run.order.program)
 
-    def _gradients(
-        self, run: _Run, kept: _Kept, gradients: boundary.Gradients
-    ) -> list[Tensor | None]:
-        """The local backward pass; returns the gradients of what the boundary was entered with."""
+        def depart() -> None:
+            inputs = kept.inputs()
+            if run.order.check_finite:
+                require_finite(self._named_gradients(run, inputs))
+            if run.order.context is not None and last:
+                self._collectors[run.order.context].steps[run.order.step] = run.collected
+            departing = [None if leaf.grad is None else _sendable(leaf.grad) for leaf in inputs]
+            _settle(run.departures[i], departing)
+
+        with self._timed(run, "B", i):
+            self._differentiate(run, kept, gradients, last, depart)
+
+    def _differentiate(
+        self,
+        run: _Run,
+        kept: _Kept,
+        gradients: boundary.Gradients,
+        last: bool,
+        depart: Callable[[], None],
+    ) -> None:
+        """The local backward pass; calls ``depart`` once it is through the layers."""
         assert kept.outputs is not None
         ends = [
             (output, gradient.to(self.device))
@@ -501,18 +519,15 @@ class Stage:
             if output.requires_grad and gradient is not None
         ]
         outputs, seeds = [end[0] for end in ends], [end[1] for end in ends]
-        inputs = kept.inputs()
-        if not ends:
-            return [None] * len(inputs)
         if run.order.context is None:
-            torch.autograd.backward(outputs, seeds)
-        else:
-            parameters = self.trainable()
-            found = torch.autograd.grad(outputs, [*parameters, *inputs], seeds, allow_unused=True)
-            _add(run.collected, dict(zip(parameters, found, strict=False)))
-        if run.order.check_finite:
-            require_finite(self._named_gradients(run, inputs))
-        return [None if leaf.grad is None else _sendable(leaf.grad) for leaf in inputs]
+            average = last and run.order.average
+            self.averaging.backward(run.order.step, outputs, seeds, average, depart)
+            return
+        if outputs:
+            leaves = [*self.trainable(), *kept.inputs()]
+            found = torch.autograd.grad(outputs, leaves, seeds, allow_unused=True)
+            _add(run.collected, dict(zip(self.trainable(), found, strict=False)))
+        depart()
 
     def _named_gradients(
         self, run: _Run, inputs: list[Tensor]

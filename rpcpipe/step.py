@@ -20,6 +20,7 @@ from rpcpipe.stage import Order
 
 if TYPE_CHECKING:
     from rpcpipe.pipe import Pipe
+    from rpcpipe.replicas import Replicas
 
 __all__ = ["Port", "Step"]
 
@@ -50,7 +51,8 @@ class Step:
         self._port = pipe._port
         self._turn = pipe._turn
         self._collectors = pipe._collectors
-        self._finish = functools.partial(pipe._sum_tied, order.step)
+        self._finish = functools.partial(pipe._sum_tied, order)
+        self._replicas = pipe._replicas if order.grad and order.average else None
         self._programs = schedule.gpipe(
             order.m, len(self._stages), pipe.checkpoint, backward=order.grad
         )
@@ -89,9 +91,7 @@ class Step:
         failures = [(i, p) for i, p in enumerate(parcels) if isinstance(p, Failure)]
         if failures:
             # The first in the order of the schedule: micro-batch i is in stage j at cycle i + j.
-            first = min(failures, key=lambda found: (found[0] + found[1].stage, found[0]))[1]
-            self.drop(first)
-            first.raise_()
+            self._give_up(min(failures, key=lambda found: (found[0] + found[1].stage, found[0]))[1])
         assert len(parcels) == m
         if self.order.grad:
             self._ends = [boundary.received(trees.tensors(parcel)) for parcel in parcels]
@@ -179,6 +179,8 @@ class Step:
             for j, answer in enumerate(announced):
                 transport.wait(answer, f"stage {j} to end step {self.order.step}")
         except BaseException as exc:
+            if self._replicas is not None:
+                self._replicas.lose(str(exc))
             self.drop(Failure.capture(exc))
             raise
         finally:
@@ -186,6 +188,8 @@ class Step:
             self._ends = []
         if self.reported:
             self._raise_reported()
+        if self._replicas is not None:
+            self._end_together(self._replicas)
         self._finish()
         return self._input_gradients(found)
 
@@ -219,9 +223,20 @@ class Step:
             after = m - 1 - (failure.microbatch or 0)
             return after + n - 1 - failure.stage, after
 
-        first = min(self.reported, key=position)
+        self._give_up(min(self.reported, key=position))
+
+    def _give_up(self, first: Failure) -> NoReturn:
         self.drop(first)
+        if self._replicas is not None:
+            self._replicas.fail(self.order.step, first.message)
         first.raise_()
+
+    def _end_together(self, replicas: Replicas) -> None:
+        try:
+            replicas.succeed(self.order.step)
+        except RuntimeError as exc:
+            self.drop(Failure.capture(exc))
+            raise
 
     # ----------------------------------------------------------------------------------- end
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rpcpipe import transport
@@ -57,6 +58,7 @@ class Ties:
         self._stages = stages
         self._before: dict[int, Tensor | None] = {}
         self._step = -1  # whose backward pass is under way
+        self._pending = False  # whether there are gradients that replicas have not averaged
 
     def counted_elsewhere(self) -> set[str]:
         """The names of parameters that another stage speaks for."""
@@ -75,8 +77,15 @@ class Ties:
                 parameter.grad = self._before.pop(k)
             self._step = -1
 
-    def exchange(self, module: nn.Module, step: int, put: Put) -> None:
-        """After a backward pass, at the same time in all stages: add up what it gave them."""
+    def exchange(
+        self, module: nn.Module, step: int, put: Put, average: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        """After a backward pass, at the same time in all stages: add up what it gave them.
+
+        Args:
+            average: over replicas. What this pass gave is averaged already; what passes before it
+                gave may not be. ``None`` for a pass whose gradients are not averaged.
+        """
         own = {k: _on_host(parameter.grad) for k, parameter in self._parameters(module)}
         peers = [(k, j) for k, tie in self._ties.items() for j in tie.names if j != self._index]
         for k, j in peers:
@@ -90,8 +99,13 @@ class Ties:
         for k, parameter in self._parameters(module):
             # As in one process: what was used last in the forward pass is added first.
             total = _sum([given[k][j] for j in sorted(given[k], reverse=True)])
-            total = _sum([self._before.pop(k), total])
+            before = self._before.pop(k)
+            if average is not None and self._pending:
+                # By all replicas or none: whether this one used the parameter, others do not know.
+                before = average(torch.zeros_like(parameter) if before is None else before)
+            total = _sum([before, total])
             parameter.grad = None if total is None else total.to(parameter.device)
+        self._pending = average is None
         self._step = -1
 
     def _parameters(self, module: nn.Module) -> list[tuple[int, nn.Parameter]]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from rpcpipe import groups
 
 __all__ = ["Layout", "Process", "World"]
 
@@ -115,8 +119,8 @@ class World:
         stages: number of stages ``n``.
         replicas: number of pipelines that train the same model on different data.
         replica: index of this pipeline.
-        is_driver: whether this process runs the training loop. Always true for a world that
-            ``run`` hands to its function.
+        is_driver: whether this process runs the training loop. True for the world that ``run``
+            hands to its function, false for the one that ``wrap_stage`` is given.
     """
 
     def __init__(self, layout: Layout, rank: int, job: str, processes: Mapping[int, Process]):
@@ -124,6 +128,7 @@ class World:
         self.replicas = layout.replicas
         self.replica = layout.replica(rank)
         self.is_driver = layout.is_driver(rank)
+        self._layout = layout
         self._job = job
         first = self.replica * layout.ranks_per_pipeline + layout.dedicated
         self._stage_processes = [processes[first + j] for j in range(self.stages)]
@@ -142,6 +147,46 @@ class World:
     def worker(self, j: int) -> str:
         """The name of stage ``j``'s process in the RPC world."""
         return worker_name(self._job, self.process(j).rank)
+
+    def ranks(self, j: int) -> list[int]:
+        """The ranks of stage ``j``'s processes in all replicas."""
+        self.process(j)
+        return groups.ranks_of_stage(self._layout, j)
+
+    def data_parallel_group(self, j: int) -> dist.ProcessGroup:
+        """The process group of stage ``j`` in all replicas: gloo for host tensors, nccl for GPUs.
+
+        To be had in the processes of stage ``j``: in ``wrap_stage``, which is given a world.
+
+        Raises:
+            RuntimeError: this process is none of them, or there is one replica.
+        """
+        self.process(j)
+        return groups.of_stage(j)
+
+    def all_reduce(self, value: Any) -> Any:
+        """The average of ``value`` over the drivers of all replicas, which all call this.
+
+        Args:
+            value: a number, or a tensor of the same shape in each. With one replica it is returned
+                as it is.
+
+        Returns:
+            A ``float`` for a number; for a tensor another one on its device, of its dtype, or
+            float64 if that is an integer or bool.
+
+        Raises:
+            StageLost: another driver is gone.
+        """
+        from rpcpipe import replicas  # which knows worlds
+
+        return replicas.average(value, self.replicas)
+
+    def in_stage(self) -> World:
+        """This world as a stage may know it."""
+        world = copy.copy(self)
+        world.is_driver = False
+        return world
 
     def hosts(self) -> dict[str, list[str]]:
         """What runs on each host: ``{"host-a": ["driver", "stage 0 (cpu)"], ...}``."""
