@@ -422,10 +422,12 @@ def _joined(
     meet = functools.partial(_meet, own_store, per_pipeline)
 
     def take_leave() -> None:
-        saving.finish_all()
-        before_leaving()
-        transport.dismiss([worker_name(job, r) for r in ours if r != rank])
-        transport.leave(meet)
+        try:
+            saving.finish_all()
+        finally:
+            before_leaving()
+            transport.dismiss([worker_name(job, r) for r in ours if r != rank])
+            transport.leave(meet)
 
     transport.join(worker_name(job, rank), rank - ours[0], per_pipeline, own_store)
     try:

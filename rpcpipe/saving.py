@@ -146,8 +146,14 @@ _unfinished: set[Saving] = set()
 
 def finish_all() -> None:
     """Wait for all savings of this process; raise what the first failed one failed by."""
+    errors = []
     for saving in list(_unfinished):
-        saving.wait()
+        try:
+            saving.wait()
+        except Exception as exc:
+            errors.append(exc)
+    if errors:
+        raise errors[0]
 
 
 def _options(optimizers: Mapping[str, PipeOptimizer]) -> dict[str, Any]:
