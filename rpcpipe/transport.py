@@ -6,41 +6,48 @@ Everything torch keeps private or in maintenance mode is named here and nowhere 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import queue
-import sys
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import Tensor
 from torch.futures import Future
 
-from rpcpipe.errors import Failure, StageLost
+from rpcpipe.errors import Failure, StageLost, StageTimeout
+from rpcpipe.stacks import Waits
 
 __all__ = [
     "Remote",
     "Tape",
     "completed",
+    "completed_step",
     "create",
     "current_tape",
     "debug_info",
     "declare_lost",
     "dismiss",
     "join",
+    "last_step",
     "later",
     "leave",
     "loopback",
+    "lost",
     "prioritize",
     "publish",
+    "quiet_agents",
     "reference",
+    "renew",
     "serve",
     "value_of",
     "wait",
@@ -64,13 +71,29 @@ _chores: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
 
 
 class _Loss:
-    """The first process this world lost, and everybody who has to hear of it."""
+    """The first thing that ended this world, and everybody who has to hear of it."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        name: str = "the driver",
+        timeout: float | None = None,
+        on_timeout: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.timeout = timeout
+        self.on_timeout = on_timeout
         self.known = threading.Event()
-        self.reason: str | None = None
+        self.error: StageLost | StageTimeout | None = None
         self.lock = threading.Lock()
-        self.waiting: set[threading.Event] = set()
+        self.waiting = Waits(name)
+        self.step: int | None = None  # the last that was completed
+
+    def declare(self, error: StageLost | StageTimeout) -> None:
+        with self.lock:
+            if self.error is None:
+                self.error = error
+                self.known.set()
+            for done in self.waiting:
+                done.set()
 
 
 _loss = _Loss()
@@ -93,32 +116,66 @@ def join(name: str, rank: int, world_size: int, store: dist.Store) -> None:
     Raises:
         RuntimeError: this process is in an RPC world already.
     """
-    global _loss, _rrefs_work, _store
+    global _rrefs_work
     if rpc._is_current_rpc_agent_set():
         raise RuntimeError(
             "this process is in an RPC world already (torch.distributed.rpc.init_rpc was called, "
             "or run() inside of run()); a process can be in one at a time: shut that down first"
         )
-    _store = store
     _rrefs_work = rpc._init_counter == 0
     # Keys in the store are prefixed by a counter of the process; a process that joins its second
     # world would wait for ever for peers that join their first. The store is ours alone.
     rpc._init_counter = 0
-    try:
-        with _without_device_maps():
-            rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=_options())
-    except BaseException:  # Ctrl-C may come when the agent is there already
-        if rpc._is_current_rpc_agent_set():
-            rpc.shutdown(graceful=False)
-        raise
-    finally:
-        _store = None
-    _loss = _Loss()
+    _Joining(name, rank, world_size, store).wait()
     _dismissed.clear()
     threading.Thread(target=_do_chores, name=_THREAD, daemon=True).start()
     # The timeout would bound a whole backward pass, however long the stages compute. Given to
     # init_rpc, 0 would time out at once.
     rpc._set_rpc_timeout(0)
+
+
+class _Joining:
+    """``init_rpc`` on a thread: in there, nothing hears of Ctrl-C or of the loss of a process."""
+
+    def __init__(self, *args: Any) -> None:
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._join, args=args, name=_THREAD, daemon=True)
+        self._thread.start()
+
+    def _join(self, name: str, rank: int, world_size: int, store: dist.Store) -> None:
+        global _store
+        _store = store
+        try:
+            with _without_device_maps():
+                rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=_options())
+        except BaseException as exc:
+            self._error = exc
+        finally:
+            _store = None
+        with self._lock:
+            self._done.set()
+            if self._abandoned or self._error is not None:
+                self._leave()
+
+    def wait(self) -> None:
+        try:
+            _wait(self._done, "all processes to join", deadline=False)
+        except BaseException:
+            with self._lock:
+                self._abandoned = True
+                if self._done.is_set() and not self._thread.is_alive():
+                    self._leave()
+            self._thread.join(1.0)
+            raise
+        if self._error is not None:
+            raise self._error
+
+    def _leave(self) -> None:
+        if rpc._is_current_rpc_agent_set():
+            rpc.shutdown(graceful=False)
 
 
 @contextmanager
@@ -152,8 +209,8 @@ def leave(meet: Callable[[str], None] | None) -> None:
 
     Args:
         meet: waits for all processes of the world to come to the point it is given the name of;
-            ``None`` when they will not. The agents report each connection that is closed to
-            them, and their own: no process closes any until all have stopped listening to that.
+            ``None`` when they will not. No process closes a connection another may still use, or
+            goes on to where a warning of one that was closed would be seen.
     """
     if not rpc._is_current_rpc_agent_set():
         return
@@ -162,17 +219,14 @@ def leave(meet: Callable[[str], None] | None) -> None:
         remote.close()
     _kept.clear()
     if meet is None:
-        with _silence():
-            _end_threads(0.2)
-            rpc.shutdown(graceful=False)
-            _end_threads(2.0)
+        _end_threads(0.2)
+        rpc.shutdown(graceful=False)
+        _end_threads(2.0)
         return
     _end_threads(2.0)
     meet("everybody leaves")
-    with _silence():
-        meet("everybody is silent")
-        rpc.shutdown(graceful=False)
-        meet("everybody has left")
+    rpc.shutdown(graceful=False)
+    meet("everybody has left")
 
 
 def _end_threads(seconds: float) -> None:
@@ -186,17 +240,23 @@ def _end_threads(seconds: float) -> None:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """Nothing that is written to the standard error stream is shown."""
-    sys.stderr.flush()
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+def quiet_agents() -> Iterator[None]:
+    """torch's C++ code warns of nothing: the agents report every connection that is closed.
+
+    ``TORCH_CPP_LOG_LEVEL`` says the same, but only before torch is imported; who set it is obeyed.
+    """
+    try:
+        core = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
+        level = ctypes.c_int.in_dll(ctypes.CDLL(core), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):  # torch 2.13 has it; without it there are warnings
+        level = ctypes.c_int()
+    before, error = level.value, 2
+    if "TORCH_CPP_LOG_LEVEL" not in os.environ:
+        level.value = max(before, error)
     try:
         yield
     finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(nowhere)
+        level.value = before
 
 
 def dismiss(workers: Sequence[str]) -> None:
@@ -366,10 +426,7 @@ def wait(future: Future[Any], what: str) -> Any:
     try:
         return future.value()
     except RuntimeError as exc:
-        # Torn connections are noticed here first; whoever watches the process knows its name.
-        if _loss.known.wait(1.0):
-            raise StageLost(f"{_loss.reason}, while waiting for {what}") from exc
-        raise StageLost(f"while waiting for {what}: {exc}") from exc
+        raise _explain(exc, what) from exc
 
 
 def value_of(answer: Future[Any], what: str) -> Any:
@@ -380,30 +437,75 @@ def value_of(answer: Future[Any], what: str) -> Any:
     return value
 
 
-def _wait(done: threading.Event, what: str) -> None:
-    with _loss.lock:
-        _loss.waiting.add(done)
-        if _loss.reason is not None:
-            done.set()
+def _explain(exc: RuntimeError, what: str) -> StageLost | StageTimeout:
+    """Torn connections are noticed first by who uses them; whoever watches knows the process."""
+    loss = _loss
+    if loss.known.wait(2.0) and loss.error is not None:
+        return loss.error.during(what)
+    return StageLost(f"while waiting for {what}: {exc}", step=loss.step, how=str(exc))
+
+
+def _wait(done: threading.Event, what: str, deadline: bool = True) -> None:
     loss, completed = _loss, False
+    with loss.lock:
+        loss.waiting.add(done, what)
+        if loss.error is not None:
+            done.set()
     try:
-        completed = done.wait()
+        completed = done.wait(loss.timeout if deadline else None)
+        if not completed:
+            _expire(loss, what)
     finally:
         with loss.lock:
             loss.waiting.discard(done)
-            lost = loss.reason
-    if completed and lost is not None:
-        raise StageLost(f"{lost}, while waiting for {what}")
+            error = loss.error
+    if completed and error is not None:
+        raise error.during(what) if deadline else error
 
 
-def declare_lost(reason: str) -> None:
-    """Let every wait of this process raise `StageLost`, now and from now on."""
-    with _loss.lock:
-        if _loss.reason is None:
-            _loss.reason = reason
-            _loss.known.set()
-        for done in _loss.waiting:
-            done.set()
+def _expire(loss: _Loss, what: str) -> NoReturn:
+    assert loss.timeout is not None
+    error = StageTimeout(
+        f"waited {loss.timeout:g} s for {what}, and timeout={loss.timeout:g}; what each process "
+        "was doing is on its standard error stream"
+    )
+    loss.on_timeout(f"{loss.waiting.name} waited {loss.timeout:g} s for {what}")
+    loss.declare(error)
+    raise error
+
+
+def declare_lost(error: StageLost | StageTimeout) -> None:
+    """Let every wait of this process raise this, now and until the next `renew`."""
+    _loss.declare(error)
+
+
+def renew(
+    name: str, timeout: float | None = None, on_timeout: Callable[[str], None] = lambda _: None
+) -> None:
+    """Forget what was lost of an earlier world.
+
+    Args:
+        name: of this process, for sentences.
+        timeout: seconds that any wait may take.
+        on_timeout: called when one took longer, with the reason.
+    """
+    global _loss
+    _loss = _Loss(name, timeout, on_timeout)
+
+
+def lost() -> StageLost | StageTimeout | None:
+    """What ended this world, if anything has."""
+    return _loss.error
+
+
+def completed_step(number: int) -> None:
+    """Remember that the driver has completed this step."""
+    _loss.step = number
+
+
+def last_step() -> int | None:
+    """The last step that was completed in this world."""
+    return _loss.step
 
 
 # ----------------------------------------------------------------------------------- autograd
@@ -426,8 +528,11 @@ class Tape:
         ).start()
         self.context_id = self.run(_current_id)
 
-    def run(self, fn: Callable[..., T], *args: Any) -> T:
-        """Call ``fn(*args)`` with the context current; return or raise what it does."""
+    def run(self, fn: Callable[..., T], *args: Any, what: str | None = None) -> T:
+        """Call ``fn(*args)`` with the context current; return or raise what it does.
+
+        Without ``what`` it has waits of its own, which have their deadlines.
+        """
         done = threading.Event()
         outcome: list[Any] = []
 
@@ -439,15 +544,17 @@ class Tape:
             done.set()
 
         self._jobs.put(job)
-        _wait(done, "the stages")
+        _wait(done, what or "its step", deadline=what is not None)
         value, error = outcome
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]
 
-    def backward(self, roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(
+        self, roots: Sequence[Tensor], leaves: Sequence[Tensor], what: str
+    ) -> list[Tensor | None]:
         """Run the distributed backward pass; return the gradients of ``leaves``."""
-        return self.run(_backward, self.context_id, roots, leaves)
+        return self.run(_backward, self.context_id, roots, leaves, what=what)
 
     def close(self) -> None:
         """Release the context on all processes. May be called at any time, from any thread."""
