@@ -51,6 +51,7 @@ def describe() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
+            stack = [f for f in traceback.extract_stack(frame) if f.filename != threading.__file__]
             lines.append(f"  thread {names.get(ident, ident)!r}:\n")
-            lines += traceback.format_stack(frame)
+            lines += traceback.format_list(stack)
     return "".join(lines)

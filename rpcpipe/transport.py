@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import queue
 import threading
@@ -58,6 +59,7 @@ T = TypeVar("T")
 _SCHEME = "rpcpipe"
 _THREAD = "rpcpipe transport"
 _OVER = "the world this pipe belongs to is over: run() has returned"
+ERROR, FATAL = 2, 3  # severities of torch's C++ log
 _FIRST = 2**62  # a sequence number no forward operation reaches
 
 _objects: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -218,15 +220,16 @@ def leave(meet: Callable[[str], None] | None) -> None:
     for remote in list(_remotes):
         remote.close()
     _kept.clear()
-    if meet is None:
-        _end_threads(0.2)
-        rpc.shutdown(graceful=False)
+    with quiet_agents(FATAL):
+        if meet is None:
+            _end_threads(0.2)
+            rpc.shutdown(graceful=False)
+            _end_threads(2.0)
+            return
         _end_threads(2.0)
-        return
-    _end_threads(2.0)
-    meet("everybody leaves")
-    rpc.shutdown(graceful=False)
-    meet("everybody has left")
+        meet("everybody leaves")
+        rpc.shutdown(graceful=False)
+        meet("everybody has left")
 
 
 def _end_threads(seconds: float) -> None:
@@ -240,23 +243,28 @@ def _end_threads(seconds: float) -> None:
 
 
 @contextmanager
-def quiet_agents() -> Iterator[None]:
-    """torch's C++ code warns of nothing: the agents report every connection that is closed.
+def quiet_agents(severity: int = ERROR) -> Iterator[None]:
+    """torch's C++ code logs nothing below this: the agents warn of every connection that is closed.
 
     ``TORCH_CPP_LOG_LEVEL`` says the same, but only before torch is imported; who set it is obeyed.
     """
-    try:
-        core = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so")
-        level = ctypes.c_int.in_dll(ctypes.CDLL(core), "FLAGS_caffe2_log_level")
-    except (OSError, ValueError):  # torch 2.13 has it; without it there are warnings
-        level = ctypes.c_int()
-    before, error = level.value, 2
+    level = _log_level()
+    before = level.value
     if "TORCH_CPP_LOG_LEVEL" not in os.environ:
-        level.value = max(before, error)
+        level.value = max(before, severity)
     try:
         yield
     finally:
         level.value = before
+
+
+@functools.cache
+def _log_level() -> ctypes.c_int:
+    """The least severity that torch's C++ code logs; not found (torch 2.13 has it), it warns."""
+    with contextlib.suppress(OSError, ValueError):
+        core = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+        return ctypes.c_int.in_dll(core, "FLAGS_caffe2_log_level")
+    return ctypes.c_int()
 
 
 def dismiss(workers: Sequence[str]) -> None:
