@@ -159,6 +159,8 @@ class Line:
 
     def close(self) -> None:
         """End the watcher; without `bye` before, the others take this process for lost."""
+        if not self._closing:
+            self._send("quit")
         self._closing = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
@@ -220,14 +222,16 @@ class Line:
         error = StageLost(text, **where, step=step, how=how)
         transport.declare_lost(error)
         if not self._leads:
-            self._end(who, str(error))
+            self._end(str(error))
 
-    def _end(self, who: dict[str, Any], why: str) -> None:
-        """End this process, which can do nothing more, after whoever has more to say."""
-        if not who["leads"]:
-            time.sleep(GRACE)  # a launcher, too, is to see first what happened first
-            sys.stderr.write(f"rpcpipe: {self._name} ends: {why}\n")
-            sys.stderr.flush()
+    def _end(self, why: str) -> NoReturn:
+        """End this process, which can do nothing more.
+
+        Only after a while: what happened first is to be seen first, also by a launcher.
+        """
+        time.sleep(GRACE)
+        sys.stderr.write(f"rpcpipe: {self._name} ends: {why}\n")
+        sys.stderr.flush()
         os._exit(1)
 
 

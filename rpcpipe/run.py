@@ -331,6 +331,8 @@ class _StageProcesses:
                 return
         deadline = time.monotonic() + END_TIMEOUT * self._may_end
         while not all(map(_how_it_ended, pids.values())) and time.monotonic() < deadline:
+            if transport.lost() is not None:
+                return
             time.sleep(0.01)
 
     def _obituary(self, j: int, pid: int, how: str) -> StageLost:

@@ -118,7 +118,7 @@ def join(name: str, rank: int, world_size: int, store: dist.Store) -> None:
     Raises:
         RuntimeError: this process is in an RPC world already.
     """
-    global _rrefs_work
+    global _chores, _rrefs_work
     if rpc._is_current_rpc_agent_set():
         raise RuntimeError(
             "this process is in an RPC world already (torch.distributed.rpc.init_rpc was called, "
@@ -130,7 +130,8 @@ def join(name: str, rank: int, world_size: int, store: dist.Store) -> None:
     rpc._init_counter = 0
     _Joining(name, rank, world_size, store).wait()
     _dismissed.clear()
-    threading.Thread(target=_do_chores, name=_THREAD, daemon=True).start()
+    _chores = queue.SimpleQueue()
+    threading.Thread(target=_do_chores, args=(_chores,), name=_THREAD, daemon=True).start()
     # The timeout would bound a whole backward pass, however long the stages compute. Given to
     # init_rpc, 0 would time out at once.
     rpc._set_rpc_timeout(0)
@@ -287,8 +288,8 @@ def later(chore: Callable[[], Any]) -> None:
     _chores.put(chore)
 
 
-def _do_chores() -> None:
-    while chore := _chores.get():
+def _do_chores(chores: queue.SimpleQueue[Callable[[], Any] | None]) -> None:
+    while chore := chores.get():
         with contextlib.suppress(RuntimeError):  # the world may have ended before
             chore()
         del chore

@@ -177,14 +177,14 @@ class Watcher:
 
     def _from_ward(self) -> None:
         messages = self._channel.receive()
-        if messages is None:
+        if messages is None:  # a process that ends closes its files first: it is seen in a moment
             self._selector.unregister(self._channel.sock)
-            if not self._ward_left and self._ward_lives():
-                self._ward_is_gone("gave up its run")
             return
         for message in messages:
             if message["kind"] == "bye":
                 self._leave()
+            elif message["kind"] == "quit" and not self._ward_left:
+                self._ward_is_gone("gave up its run")
             elif message["kind"] == "remove":
                 self._remove = message["folder"]
             elif message["kind"] == "joined":
@@ -224,13 +224,9 @@ class Watcher:
             self._kill_at = now + RESPITE
         if self._asked is not None and now - self._asked > PATIENCE:
             self._asked = None
-            print(f"rpcpipe: {self._name()} does not get to answer; its Python stacks:",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            _print(f"{self._life['who']['name']} does not get to answer; its Python stacks:")
             self._signal_ward(STACKS)
             self._tell_all("dumped")
-
-    def _name(self) -> str:
-        return str(self._life["who"]["name"])
 
     def _ward_is_gone(self, how: str) -> None:
         self._ward_left = True
@@ -247,9 +243,13 @@ class Watcher:
     def _ward_has_ended(self) -> None:
         self._selector.unregister(self._pidfd)
         self._kill_at = float("inf")
+        self._tidy_up()
 
     def _kill_ward(self) -> None:
         self._kill_at = float("inf")
+        assert self._lost is not None
+        why = f"{self._lost['who']['name']} {self._lost['how']}"
+        _print(f"{self._life['who']['name']} (pid {self._ward}) is ended by its watcher: {why}")
         self._signal_ward(signal.SIGKILL)
         self._tidy_up()
 
@@ -337,6 +337,11 @@ class Watcher:
             self._tell_all("lost", **self._lost)
         if not self._life["leads"] and not self._ward_left:
             self._kill_at = min(self._kill_at, time.monotonic() + self._life["grace"] + LINGER)
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"rpcpipe: {text}", file=sys.stderr, flush=True)
 
 
 def _status(pid: int) -> tuple[str, int]:

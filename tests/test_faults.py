@@ -1,0 +1,352 @@
+"""A process dies, freezes or is cut off, whatever it is doing: it is named in time, and all ends.
+
+`faulty.py` is what runs. ``make test-faults`` runs every combination and random ones; otherwise
+there is a choice that has each role, each phase and each way to fail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nets import INTERFACE, Cable, why_not
+from test_run import TORCHRUN, Ended, Lab, await_true, lab
+
+import rpcpipe
+from rpcpipe.liveness import Limits
+
+__all__ = ["lab"]
+
+SCRIPT = Path(__file__).with_name("faulty.py")
+PHASES = ("construction", "idle", "forward", "backward", "optimizer", "save", "shutdown")
+HEARTBEAT = 2.0
+SLACK = 1.5  # seconds for a loaded machine to run what was woken in time
+FULL = "RPCPIPE_FAULTS" in os.environ  # the number of random failures
+
+
+@dataclass(frozen=True)
+class Fault:
+    stage: int | None  # None: the driver
+    step: int
+    phase: str
+    how: str
+
+    def __str__(self) -> str:
+        who = "driver" if self.stage is None else f"stage{self.stage}"
+        return f"{who}-{self.phase}-{self.how}"
+
+
+def fail_at(stage: int | None, phase: str, how: str = "SIGKILL", step: int = 2) -> Fault:
+    return Fault(stage, step, phase, how)
+
+
+class Case:
+    """One run of the script, and the notes its processes have left."""
+
+    def __init__(self, lab: Lab, fault: Fault) -> None:
+        self.lab, self.fault = lab, fault
+        self.notes_file, kept = lab.folder / "notes", lab.folder / "kept"
+        self.env = {
+            "FAULT": json.dumps(vars(fault)),
+            "FAULT_NOTES": str(self.notes_file),
+            "FAULT_KEPT": str(kept),
+            "RPCPIPE_HEARTBEAT": str(HEARTBEAT),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def run(self, *launcher: str) -> Ended:
+        return self.lab.run(*(launcher or (sys.executable, "-u")), str(SCRIPT), **self.env)
+
+    def notes(self, what: str) -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in self.notes_file.read_text().splitlines()]
+        return [n for n in found if n["what"] == what]
+
+    def check_noticed(self, least: int) -> float:
+        """The others have noticed in time, and whom; returns how long the last one took.
+
+        Some may have been ended by the driver before.
+        """
+        (failed,) = self.notes("failed")
+        noticed = {n["pid"]: n for n in self.notes("noticed") if n["pid"] != failed["pid"]}
+        assert len(noticed) >= least, noticed
+        limit = 1.0 if self.fault.how == "SIGKILL" else HEARTBEAT
+        role = "the driver" if self.fault.stage is None else f"stage {self.fault.stage}"
+        for note in noticed.values():
+            assert role in note["text"], note
+            assert f"(pid {failed['pid']}, host {socket.gethostname()})" in note["text"]
+        last = float(max(n["time"] for n in noticed.values()) - failed["time"])
+        assert last < limit + SLACK, f"noticed after {last:.2f} s"
+        return last
+
+    def check_raised(self) -> None:
+        """The driver has raised `StageLost` with its attributes."""
+        if self.fault.stage is None:
+            return
+        (failed,), (raised,) = self.notes("failed"), self.notes("ended")
+        assert (raised["stage"], raised["pid"]) == (self.fault.stage, failed["pid"])
+        if self.fault.phase not in ("construction", "shutdown"):
+            (raised,) = self.notes("raised")
+            done = self.fault.phase in ("idle", "optimizer", "save")
+            assert raised["step"] == self.fault.step - 1 + done
+
+
+@pytest.fixture(scope="module")
+def shared_memory() -> Iterator[None]:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def check_ends(case: Case) -> float:
+    """A plain script with this fault: all learn of it, and nothing is left; returns the time."""
+    ended = case.run()
+    assert ended.code not in (0, None), ended
+    await_true(lambda: not case.lab.processes(), 8.0)
+    last = case.check_noticed(least=2 if case.fault.stage is None else 1)
+    case.check_raised()
+    if case.fault.stage is not None:
+        first = next(line for line in ended.err.splitlines() if line.strip())
+        named = f"rpcpipe: the process of stage {case.fault.stage} (pid"  # by its watcher
+        assert first.startswith("Traceback") or named in first, ended
+    return last
+
+
+CHOICE = [
+    fail_at(1, "construction", "SIGSTOP"),
+    fail_at(None, "idle", "SIGKILL"),
+    fail_at(1, "forward", "SIGSTOP"),
+    fail_at(None, "backward", "SIGSTOP"),
+    fail_at(0, "optimizer", "SIGKILL"),
+    fail_at(1, "save", "SIGKILL"),
+    fail_at(0, "shutdown", "SIGSTOP"),
+]
+MATRIX = [
+    fail_at(stage, phase, how)
+    for stage in (None, 0, 1)
+    for phase in PHASES
+    for how in ("SIGKILL", "SIGSTOP")
+]
+
+
+@pytest.mark.usefixtures("shared_memory")
+@pytest.mark.parametrize("fault", MATRIX if FULL else CHOICE, ids=str)
+def test_every_other_process_learns_of_it_and_ends(lab: Lab, fault: Fault) -> None:
+    check_ends(Case(lab, fault))
+
+
+@pytest.mark.parametrize(
+    ("processes", "fault"),
+    [(2, fail_at(1, "forward", "SIGSTOP")), (3, fail_at(None, "backward", "SIGSTOP"))]
+    + FULL * [(2, fail_at(0, "forward", "SIGSTOP")), (3, fail_at(0, "save", "SIGSTOP"))],
+    ids=str,
+)
+def test_a_frozen_process_under_torchrun(lab: Lab, processes: int, fault: Fault) -> None:
+    case = Case(lab, fault)
+    ended = case.run(*TORCHRUN, f"--nproc-per-node={processes}")
+    assert ended.code == 1, ended
+    case.check_noticed(least=processes - 1)
+    # Where elastic looks first: the one that froze, and not one that ended because of it.
+    root = ended.err.partition("Root Cause")[2]
+    assert f"(pid: {case.notes('failed')[0]['pid']})" in root, ended
+
+
+@pytest.mark.parametrize(
+    "fault", [fail_at(1, "backward")] + FULL * [fail_at(None, "forward")], ids=str
+)
+def test_a_job_that_is_restarted_goes_on_from_its_checkpoint(lab: Lab, fault: Fault) -> None:
+    case = Case(lab, fault)
+    ended = case.run(*TORCHRUN, "--nproc-per-node=3", "--max-restarts=1")
+    assert ended.code == 0, ended
+    assert "trained\n" in ended.out
+    (final,) = case.notes("final")
+    assert final["weights"] == undisturbed(lab)
+
+
+def undisturbed(lab: Lab) -> Any:
+    """The weights of a run in which nothing fails."""
+    case = Case(lab, fail_at(None, "never"))
+    for file in ("FAULT_NOTES", "FAULT_KEPT"):
+        case.env[file] += "-undisturbed"
+    case.notes_file = Path(case.env["FAULT_NOTES"])
+    assert case.run().code == 0
+    return case.notes("final")[0]["weights"]
+
+
+# ------------------------------------------------------------------------------- the network
+
+
+def start_on_hosts(case: Case, cable: Cable) -> list[subprocess.Popen[str]]:
+    """Driver and stage 0 on one host, stage 1 on the other, as a launcher would start them."""
+    common = {
+        **case.env,
+        **dict.fromkeys(("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), INTERFACE),
+        "MASTER_ADDR": cable.ADDRESSES[0],
+        "MASTER_PORT": "29400",
+        "WORLD_SIZE": "3",
+    }
+    ranks = ((0, "0", "2", 0), (1, "1", "2", 0), (2, "0", "1", 1))
+    return [
+        case.lab.start(
+            *cable.on(host, sys.executable, "-u", str(SCRIPT)),
+            **common, RANK=str(rank), LOCAL_RANK=local, LOCAL_WORLD_SIZE=size,
+        )
+        for rank, local, size, host in ranks
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [fail_at(1, "backward", "cut")] + FULL * [fail_at(1, p, "cut") for p in PHASES],
+    ids=str,
+)
+def test_a_host_that_is_cut_off(lab: Lab, fault: Fault) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    case = Case(lab, fault)
+    with Cable() as cable:
+        processes = start_on_hosts(case, cable)
+        await_true(lambda: case.notes_file.exists() and bool(case.notes("failed")), 60.0)
+        cable.cut()
+        start = time.monotonic()
+        ended = [Ended(process) for process in processes]
+    assert [e.code for e in ended] == [1, 1, ended[2].code], ended
+    assert ended[2].code != 0, ended
+    noticed = {n["pid"]: n for n in case.notes("noticed")}
+    assert len(noticed) == 3, (noticed, ended)
+    assert max(n["time"] for n in noticed.values()) - start < HEARTBEAT + SLACK
+    (raised,) = case.notes("ended")
+    assert raised["stage"] == 1
+    assert "has not been heard for" in raised["how"]
+    cut_off = noticed[case.notes("failed")[0]["pid"]]
+    assert "the process of the driver" in cut_off["text"], "it does not know that it is cut off"
+
+
+# ------------------------------------------------------------------------- slow, and too slow
+
+SLOW = """
+import ctypes, threading
+
+
+class Holding(nn.Module):
+    def forward(self, x):  # as a C extension that does not let go of the interpreter's lock
+        ctypes.PyDLL(None).usleep(int(x[0, 0] * 1e6))
+        return x
+
+
+def train(world):
+    pipe = rpcpipe.Pipe(nn.Sequential(nn.Identity(), Holding()), world, balance=[1, 1])
+    pipe(torch.zeros(2, 1))
+    print(pipe(torch.full((2, 1), float(os.environ["SECONDS_HELD"]))).shape)
+
+
+if __name__ == "__main__":
+    rpcpipe.run(train, stages=2, heartbeat=1.0)
+"""
+
+
+def test_a_stage_that_is_slow_and_holds_the_interpreter_is_not_lost(lab: Lab) -> None:
+    ended = lab.run(lab.script(SLOW), SECONDS_HELD="3")
+    assert (ended.code, ended.out, ended.err) == (0, "torch.Size([2, 1])\n", "")
+
+
+def test_a_deadline_has_every_process_tell_what_it_does(lab: Lab) -> None:
+    ended = lab.run(lab.script(SLOW), SECONDS_HELD="60", RPCPIPE_TIMEOUT="3")
+    assert ended.code == 1
+    told, _, raised = ended.err.partition("\nTraceback")
+    assert "the driver waits for micro-batch 0 of step 1 since 3." in told, ended
+    assert "in _exchange\n" in told, "the driver's stacks"
+    assert "[stage 0]   stage 0 waits for the backward pass of step 1 to begin since" in told
+    assert "[stage 1] rpcpipe: the process of stage 1 does not get to answer" in told
+    assert "in forward" in told, "the stack of the layer, whose thread holds the lock"
+    assert "StageTimeout: waited 3 s for micro-batch 0 of step 1" in raised
+
+
+def test_a_stage_says_whom_it_waits_for(lab: Lab) -> None:
+    ended = lab.run(
+        lab.script("""
+        class Blocked(nn.Module):
+            def forward(self, x):
+                threading.Event().wait()
+
+        def train(world):
+            rpcpipe.Pipe(
+                nn.Sequential(nn.Identity(), Blocked(), nn.Identity()), world, balance=[1, 1, 1]
+            )(torch.zeros(2, 1))
+
+        if __name__ == "__main__":
+            rpcpipe.run(train, stages=3, timeout=2.0)
+        """)
+    )
+    assert ended.code == 1
+    assert "[stage 1]   stage 1 computes the forward pass of micro-batch 0 of step 0" in ended.err
+    assert "[stage 2]   stage 2 waits for micro-batch 0 of step 0 from stage 1 since" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"heartbeat": 0.5}, "heartbeat= is at least 1 second, got 0.5"),
+        ({"heartbeat": "soon"}, "heartbeat= is a number of seconds above 0, got 'soon'"),
+        ({"heartbeat": True}, "heartbeat= is a number"),
+        ({"timeout": 0}, "timeout= is a number of seconds above 0, got 0"),
+        ({"timeout": float("nan")}, "timeout= is a number"),
+    ],
+)
+def test_limits_that_are_none_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        rpcpipe.run(print, stages=2, **options)
+
+
+def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RPCPIPE_HEARTBEAT", "4")
+    monkeypatch.setenv("RPCPIPE_TIMEOUT", "inf")
+    assert Limits.of(None, None) == Limits(4.0, None)
+    assert Limits.of(2.0, 7.0) == Limits(2.0, 7.0)
+    monkeypatch.setenv("RPCPIPE_TIMEOUT", "ever")
+    with pytest.raises(ValueError, match="RPCPIPE_TIMEOUT is a number of seconds"):
+        Limits.of(None, None)
+
+
+# ------------------------------------------------------------------------------ random failures
+
+
+@pytest.mark.skipif(not FULL, reason="make test-faults runs it")
+@pytest.mark.timeout(7200)
+def test_random_failures_resume_bitwise(
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = int(os.environ["RPCPIPE_FAULTS"])
+    draw = random.Random(0)
+    wanted = None
+    times: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
+    for _ in range(count):
+        where = draw.choice((None, 0, 1)), draw.choice(PHASES), draw.choice(list(times))
+        fault = fail_at(*where, step=draw.randrange(1, 5))
+        lab = Lab(tmp_path_factory.mktemp("fault"))
+        wanted = wanted or undisturbed(lab)
+        case = Case(lab, fault)
+        times[fault.how].append(check_ends(case))
+        ended = case.run()
+        assert ended.code == 0, (fault, ended)
+        assert case.notes("final")[-1]["weights"] == wanted, fault
+        assert not lab.processes()
+        assert not list(lab.tmp.iterdir()), fault
+        lab.close()
+    with capsys.disabled():
+        print(f"\n{count} random failures: all named right, resumed bitwise, nothing left")
+        for how, found in times.items():
+            if found:
+                middle = statistics.median(found)
+                print(f"{how}: noticed by the last after {min(found):.3f} / {middle:.3f} / "
+                      f"{max(found):.3f} s (least, median, most)")  # fmt: skip
