@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from rpcpipe import stacks, transport, watcher
 from rpcpipe.errors import StageLost
 from rpcpipe.world import Layout, Process
 
-__all__ = ["Care", "Limits", "Line", "watched"]
+__all__ = ["Care", "Limits", "Line", "watched", "watchers"]
 
 GRACE = 3.0  # seconds for a driver to tell what was lost, before stages end because of it
 ANSWERS = 2.0  # seconds to wait for all processes to print their stacks
@@ -86,8 +86,8 @@ def watched(
     """Have this process watched, and hear of the others, until this is left."""
     line = Line(layout, process, care)
     transport.renew(_roles(layout, process.rank), care.limits.timeout, line.ask_for_stacks)
-    line.start(store, token)
     try:
+        line.start(store, token)
         yield line
     finally:
         line.close()
@@ -101,6 +101,7 @@ class Line:
         self._name = _roles(layout, process.rank)
         self._leads = layout.is_driver(process.rank)
         self._closing = False
+        self._watcher: subprocess.Popen[bytes] | None = None
         self._answers = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._listen, name="rpcpipe liveness", daemon=True)
@@ -116,8 +117,10 @@ class Line:
         if self._process.rank == 0:
             address = _own_address()
             self._spawn({**life, "heartbeat": self._care.limits.heartbeat, "bind": address})
-            port = next(self._messages())["port"]
-            known = {"hub": [address, port], "heartbeat": self._care.limits.heartbeat}
+            opened = next(self._messages(), None)
+            if opened is None:
+                raise RuntimeError(f"the watcher of this process cannot listen on {address}")
+            known = {"hub": [address, opened["port"]], "heartbeat": self._care.limits.heartbeat}
             store.set("watch", json.dumps(known))
         else:
             known = json.loads(store.get("watch"))
@@ -158,14 +161,20 @@ class Line:
             time.sleep(GRACE)
 
     def close(self) -> None:
-        """End the watcher; without `bye` before, the others take this process for lost."""
+        """End the watcher; without `bye` before, the others take this process for lost.
+
+        The first process's is the hub, and stays until the others have left.
+        """
+        if self._watcher is None:
+            return
+        patience = None if self._closing else watcher.LINGER + 3.0
         if not self._closing:
             self._send("quit")
         self._closing = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         try:
-            self._watcher.wait(self._care.limits.heartbeat + 5.0)
+            self._watcher.wait(patience)
         except subprocess.TimeoutExpired:
             self._watcher.kill()
             self._watcher.wait()
@@ -233,6 +242,16 @@ class Line:
         sys.stderr.write(f"rpcpipe: {self._name} ends: {why}\n")
         sys.stderr.flush()
         os._exit(1)
+
+
+def watchers(pids: Iterable[int]) -> list[psutil.Process]:
+    """The watchers of these processes, which end when those do."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.Error):
+            children = psutil.Process(pid).children()
+            found += [child for child in children if watcher.__file__ in child.cmdline()]
+    return found
 
 
 def _roles(layout: Layout, rank: int) -> str:

@@ -22,6 +22,7 @@ from multiprocessing import spawn
 from types import FrameType
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
@@ -288,7 +289,9 @@ class _StageProcesses:
                 finally:
                     # One that is frozen would sleep through a request.
                     end = signal.SIGTERM if transport.lost() is None else signal.SIGKILL
+                    watchers = liveness.watchers(children.pids().values())
                     children.close(end, END_TIMEOUT)
+                    psutil.wait_procs(watchers, END_TIMEOUT)
                     _close_logs(children)
             except Exception as exc:
                 self._lost = StageLost(f"the stage processes could not be started: {exc!r}")
@@ -307,13 +310,11 @@ class _StageProcesses:
             }
             for j in range(self._layout.stages)
         }
-        cpp_log_level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
         return start_processes(
             name="stage",
             entrypoint=sys.executable,
             args={j: ("-c", _STAGE_PROGRAM, json.dumps(life)) for j, life in lives.items()},
-            # Their agents report every connection that is closed; the driver tells whom it lost.
-            envs={j: {"TORCH_CPP_LOG_LEVEL": cpp_log_level} for j in lives},
+            envs={j: {} for j in lives},
             logs_specs=self._logs,
             log_line_prefixes={j: f"[stage {j}] " for j in lives},
         )

@@ -90,6 +90,7 @@ class _Loss:
         self.step: int | None = None  # the last that was completed
 
     def declare(self, error: StageLost | StageTimeout) -> None:
+        _quiet(FATAL)  # what follows from it would be printed above it
         with self.lock:
             if self.error is None:
                 self.error = error
@@ -169,7 +170,7 @@ class _Joining:
         except BaseException:
             with self._lock:
                 self._abandoned = True
-                if self._done.is_set() and not self._thread.is_alive():
+                if self._done.is_set():
                     self._leave()
             self._thread.join(1.0)
             raise
@@ -249,14 +250,17 @@ def quiet_agents(severity: int = ERROR) -> Iterator[None]:
 
     ``TORCH_CPP_LOG_LEVEL`` says the same, but only before torch is imported; who set it is obeyed.
     """
-    level = _log_level()
-    before = level.value
-    if "TORCH_CPP_LOG_LEVEL" not in os.environ:
-        level.value = max(before, severity)
+    before = _log_level().value
+    _quiet(severity)
     try:
         yield
     finally:
-        level.value = before
+        _log_level().value = before
+
+
+def _quiet(severity: int) -> None:
+    if "TORCH_CPP_LOG_LEVEL" not in os.environ:
+        _log_level().value = max(_log_level().value, severity)
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from typing import Any
 STACKS = signal.SIGRTMIN + 7  # has a ward print its Python stacks, whoever holds its lock
 RESPITE = 0.5  # seconds between the news of a frozen process and its end: the news is first
 PATIENCE = 1.0  # seconds in which a ward answers, if it can
+CONNECT = 30.0  # seconds, at most, to reach the hub
 LINGER = 2.0  # seconds to hand on the last news
 
 Message = dict[str, Any]
@@ -148,7 +149,8 @@ class Watcher:
 
     def _connect(self) -> None:
         try:
-            sock = socket.create_connection(tuple(self._life["hub"]), self._life["heartbeat"])
+            within = min(self._life["heartbeat"], CONNECT)
+            sock = socket.create_connection(tuple(self._life["hub"]), within)
         except OSError as exc:
             self._lose(self._life["hub_is"], f"cannot be reached by its watcher ({exc})")
             return

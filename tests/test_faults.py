@@ -318,6 +318,18 @@ def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
         Limits.of(None, None)
 
 
+# ----------------------------------------------------------------------------------- the soak
+
+
+def test_a_hundred_steps_hold_no_more_than_twenty() -> None:
+    command = [sys.executable, "-m", "benchmarks.soak", "--steps", "100"]
+    folder = SCRIPT.parent.parent
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, (ended.stdout, ended.stderr)
+    assert ended.stdout.endswith("flat\n")
+    assert len(ended.stdout.splitlines()) == 1 + 10 * 3 + 1
+
+
 # ------------------------------------------------------------------------------ random failures
 
 
