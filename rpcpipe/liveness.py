@@ -26,6 +26,7 @@ from rpcpipe.world import Layout, Process
 __all__ = ["Care", "Limits", "Line", "watched", "watchers"]
 
 GRACE = 3.0  # seconds for a driver to tell what was lost, before stages end because of it
+BREAK_OFF = 2.0  # seconds for a driver to leave by itself, and not wait inside of torch
 ANSWERS = 2.0  # seconds to wait for all processes to print their stacks
 
 
@@ -101,6 +102,7 @@ class Line:
         self._name = _roles(layout, process.rank)
         self._leads = layout.is_driver(process.rank)
         self._closing = False
+        self._left = threading.Event()
         self._watcher: subprocess.Popen[bytes] | None = None
         self._answers = threading.Semaphore(0)
         self._lock = threading.Lock()
@@ -165,6 +167,7 @@ class Line:
 
         The first process's is the hub, and stays until the others have left.
         """
+        self._left.set()
         if self._watcher is None:
             return
         patience = None if self._closing else watcher.LINGER + 3.0
@@ -232,6 +235,8 @@ class Line:
         transport.declare_lost(error)
         if not self._leads:
             self._end(str(error))
+        if not self._left.wait(BREAK_OFF):
+            transport.abandon()
 
     def _end(self, why: str) -> NoReturn:
         """End this process, which can do nothing more.

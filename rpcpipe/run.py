@@ -495,9 +495,13 @@ def _leading(take_leave: Callable[[], None]) -> Iterator[None]:
         yield
     except (StageLost, StageTimeout, KeyboardInterrupt, _Terminated):
         raise  # whoever started the others ends them
-    except BaseException:
-        with suppress(StageLost):
-            take_leave()
+    except BaseException as exc:
+        with suppress(StageLost, StageTimeout):
+            if transport.lost() is None:
+                take_leave()
+        lost = transport.lost()
+        if lost is not None and isinstance(exc, RuntimeError):
+            raise lost from exc  # that is what torch made of it
         raise
     take_leave()
 
@@ -519,13 +523,16 @@ def _warm_up() -> None:
 
 def _meet(store: dist.Store, world_size: int, point: str) -> None:
     """Wait until all processes have come to this point, or one is lost."""
-    if store.add(f"{point}/count", 1) == world_size:
-        store.set(f"{point}/all", "")
-    with suppress(dist.DistError):  # whoever holds the store has left, who came here first
+    try:
+        if store.add(f"{point}/count", 1) == world_size:
+            store.set(f"{point}/all", "")
         while not store.check([f"{point}/all"]):
             if (error := transport.lost()) is not None:
                 raise error
             time.sleep(0.005)
+    except dist.DistError:  # whoever holds the store is gone
+        if (error := transport.lost(within=2.0)) is not None:
+            raise error from None
 
 
 # ------------------------------------------------------------------------------------- signals

@@ -31,6 +31,7 @@ from rpcpipe.stacks import Waits
 __all__ = [
     "Remote",
     "Tape",
+    "abandon",
     "completed",
     "completed_step",
     "create",
@@ -66,6 +67,8 @@ _objects: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _kept: dict[str, Any] = {}  # what is not kept by an RRef
 _store: dist.Store | None = None
 _rrefs_work = True  # whether the RRef context of this process belongs to the world it is in
+_inside = False  # whether this process has joined a world and not left it
+_ending = threading.Lock()
 _dismissed = threading.Event()
 _remotes: weakref.WeakSet[Remote] = weakref.WeakSet()
 _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
@@ -119,7 +122,7 @@ def join(name: str, rank: int, world_size: int, store: dist.Store) -> None:
     Raises:
         RuntimeError: this process is in an RPC world already.
     """
-    global _chores, _rrefs_work
+    global _chores, _inside, _rrefs_work
     if rpc._is_current_rpc_agent_set():
         raise RuntimeError(
             "this process is in an RPC world already (torch.distributed.rpc.init_rpc was called, "
@@ -130,6 +133,7 @@ def join(name: str, rank: int, world_size: int, store: dist.Store) -> None:
     # world would wait for ever for peers that join their first. The store is ours alone.
     rpc._init_counter = 0
     _Joining(name, rank, world_size, store).wait()
+    _inside = True
     _dismissed.clear()
     _chores = queue.SimpleQueue()
     threading.Thread(target=_do_chores, args=(_chores,), name=_THREAD, daemon=True).start()
@@ -162,7 +166,7 @@ class _Joining:
         with self._lock:
             self._done.set()
             if self._abandoned or self._error is not None:
-                self._leave()
+                abandon()
 
     def wait(self) -> None:
         try:
@@ -171,15 +175,11 @@ class _Joining:
             with self._lock:
                 self._abandoned = True
                 if self._done.is_set():
-                    self._leave()
+                    abandon()
             self._thread.join(1.0)
             raise
         if self._error is not None:
             raise self._error
-
-    def _leave(self) -> None:
-        if rpc._is_current_rpc_agent_set():
-            rpc.shutdown(graceful=False)
 
 
 @contextmanager
@@ -216,7 +216,8 @@ def leave(meet: Callable[[str], None] | None) -> None:
             ``None`` when they will not. No process closes a connection another may still use, or
             goes on to where a warning of one that was closed would be seen.
     """
-    if not rpc._is_current_rpc_agent_set():
+    global _inside
+    if not _inside:
         return
     _chores.put(None)
     for remote in list(_remotes):
@@ -225,13 +226,21 @@ def leave(meet: Callable[[str], None] | None) -> None:
     with quiet_agents(FATAL):
         if meet is None:
             _end_threads(0.2)
-            rpc.shutdown(graceful=False)
+            abandon()
             _end_threads(2.0)
-            return
-        _end_threads(2.0)
-        meet("everybody leaves")
-        rpc.shutdown(graceful=False)
-        meet("everybody has left")
+        else:
+            _end_threads(2.0)
+            meet("everybody leaves")
+            abandon()
+            meet("everybody has left")
+    _inside = False
+
+
+def abandon() -> None:
+    """Break off all calls: also those that are waited for inside of torch end with an error."""
+    with _ending:
+        if rpc._is_current_rpc_agent_set():
+            rpc.shutdown(graceful=False)
 
 
 def _end_threads(seconds: float) -> None:
@@ -506,8 +515,9 @@ def renew(
     _loss = _Loss(name, timeout, on_timeout)
 
 
-def lost() -> StageLost | StageTimeout | None:
-    """What ended this world, if anything has."""
+def lost(within: float = 0.0) -> StageLost | StageTimeout | None:
+    """What ended this world, if anything has or does in so many seconds."""
+    _loss.known.wait(within)
     return _loss.error
 
 

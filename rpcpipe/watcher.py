@@ -297,6 +297,7 @@ class Watcher:
         elif kind == "bye":
             line.left = True
         elif kind == "gone":
+            self._look_at_ward()  # it may be what came first
             self._lose(line.who, message["how"])
         elif kind == "lost":
             self._lose(message["who"], message["how"])

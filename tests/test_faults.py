@@ -236,7 +236,7 @@ def test_a_host_that_is_cut_off(lab: Lab, fault: Fault) -> None:
 # ------------------------------------------------------------------------- slow, and too slow
 
 SLOW = """
-import ctypes, threading
+import ctypes
 
 
 class Holding(nn.Module):
@@ -246,18 +246,19 @@ class Holding(nn.Module):
 
 
 def train(world):
-    pipe = rpcpipe.Pipe(nn.Sequential(nn.Identity(), Holding()), world, balance=[1, 1])
+    model = nn.Sequential(nn.Identity(), Holding(), nn.Identity())
+    pipe = rpcpipe.Pipe(model, world, balance=[1, 1, 1])
     pipe(torch.zeros(2, 1))
     print(pipe(torch.full((2, 1), float(os.environ["SECONDS_HELD"]))).shape)
 
 
 if __name__ == "__main__":
-    rpcpipe.run(train, stages=2, heartbeat=1.0)
+    rpcpipe.run(train, stages=3, heartbeat=2.0)
 """
 
 
 def test_a_stage_that_is_slow_and_holds_the_interpreter_is_not_lost(lab: Lab) -> None:
-    ended = lab.run(lab.script(SLOW), SECONDS_HELD="3")
+    ended = lab.run(lab.script(SLOW), SECONDS_HELD="5")
     assert (ended.code, ended.out, ended.err) == (0, "torch.Size([2, 1])\n", "")
 
 
@@ -268,30 +269,10 @@ def test_a_deadline_has_every_process_tell_what_it_does(lab: Lab) -> None:
     assert "the driver waits for micro-batch 0 of step 1 since 3." in told, ended
     assert "in _exchange\n" in told, "the driver's stacks"
     assert "[stage 0]   stage 0 waits for the backward pass of step 1 to begin since" in told
+    assert "[stage 2]   stage 2 waits for micro-batch 0 of step 1 from stage 1 since" in told
     assert "[stage 1] rpcpipe: the process of stage 1 does not get to answer" in told
     assert "in forward" in told, "the stack of the layer, whose thread holds the lock"
     assert "StageTimeout: waited 3 s for micro-batch 0 of step 1" in raised
-
-
-def test_a_stage_says_whom_it_waits_for(lab: Lab) -> None:
-    ended = lab.run(
-        lab.script("""
-        class Blocked(nn.Module):
-            def forward(self, x):
-                threading.Event().wait()
-
-        def train(world):
-            rpcpipe.Pipe(
-                nn.Sequential(nn.Identity(), Blocked(), nn.Identity()), world, balance=[1, 1, 1]
-            )(torch.zeros(2, 1))
-
-        if __name__ == "__main__":
-            rpcpipe.run(train, stages=3, timeout=2.0)
-        """)
-    )
-    assert ended.code == 1
-    assert "[stage 1]   stage 1 computes the forward pass of micro-batch 0 of step 0" in ended.err
-    assert "[stage 2]   stage 2 waits for micro-batch 0 of step 0 from stage 1 since" in ended.err
 
 
 @pytest.mark.parametrize(
