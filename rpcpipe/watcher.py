@@ -33,6 +33,7 @@ STACKS = signal.SIGRTMIN + 7  # has a ward print its Python stacks, whoever hold
 RESPITE = 0.5  # seconds between the news of a frozen process and its end: the news is first
 PATIENCE = 1.0  # seconds in which a ward answers, if it can
 CONNECT = 30.0  # seconds, at most, to reach the hub
+LONGEST = 2**20  # bytes of a message; whoever sends more is none of ours
 LINGER = 2.0  # seconds to hand on the last news
 
 Message = dict[str, Any]
@@ -67,6 +68,8 @@ class Line:
         if not data:
             return None
         *lines, self._inward = (self._inward + data).split(b"\n")
+        if len(self._inward) > LONGEST:
+            return None
         return [json.loads(line) for line in lines]
 
 

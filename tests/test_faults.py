@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import socket
 import statistics
@@ -15,15 +16,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from nets import INTERFACE, Cable, why_not
 from test_run import TORCHRUN, Ended, Lab, await_true, lab
+from toys import mlp
 
 import rpcpipe
+from rpcpipe import liveness
 from rpcpipe.liveness import Limits
 
 __all__ = ["lab"]
@@ -298,6 +303,39 @@ def test_limits_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("RPCPIPE_TIMEOUT", "ever")
     with pytest.raises(ValueError, match="RPCPIPE_TIMEOUT is a number of seconds"):
         Limits.of(None, None)
+
+
+# ------------------------------------------------------------------------------ small matters
+
+
+def test_stage_lost_travels_whole() -> None:
+    told = {"stage": 1, "host": "a", "pid": 7, "step": 41, "how": "exited with code 1"}
+    lost = pickle.loads(pickle.dumps(rpcpipe.StageLost("the process of stage 1", **told)))
+    assert (str(lost), vars(lost)) == ("the process of stage 1", told)
+    assert vars(lost.during("its answer")) == told
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+@pytest.mark.parametrize(
+    "says",
+    [
+        b'{"kind": "hello", "token": "of another job", "who": {}}\n{"kind": "gone", "how": "?"}\n',
+        b'{"kind": "gone", "how": "without a hello"}\n',
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'[]\n{"kind":',
+        b"x" * 2**21,
+    ],
+)
+def test_a_stranger_on_the_watchers_port_is_turned_away(world: rpcpipe.World, says: bytes) -> None:
+    pipe = rpcpipe.Pipe(mlp(), world, balance=[3, 3])
+    (hub,) = liveness.watchers([os.getpid()])
+    (port,) = {end.laddr.port for end in hub.net_connections() if end.status == "LISTEN"}
+    connected = socket.create_connection(("127.0.0.1", port), timeout=10)
+    with connected as stranger, suppress(ConnectionError):
+        stranger.sendall(says)
+        while stranger.recv(65536):
+            pass
+    pipe(torch.ones(2, 4)).sum().backward()
 
 
 # ----------------------------------------------------------------------------------- the soak
