@@ -604,8 +604,8 @@ def _forward_to(slot: Slot[Any]) -> Callable[[Future[Any]], None]:
     def forward(answer: Future[Any]) -> None:
         try:
             value = answer.value()
-        except RuntimeError as exc:
-            value = Failure.capture(exc)
+        except RuntimeError as exc:  # answers bring failures: this is a torn connection
+            value = Failure.capture(StageLost(str(exc)))
         _settle(slot, value)
 
     return forward

@@ -235,7 +235,7 @@ class Step:
         self.drop(first)
         if self._replicas is not None:
             self._replicas.fail(self.order.step, first.message)
-        first.raise_()
+        transport.raise_failure(first)
 
     def _end_together(self, replicas: Replicas) -> None:
         try:

@@ -48,6 +48,7 @@ __all__ = [
     "prioritize",
     "publish",
     "quiet_agents",
+    "raise_failure",
     "reference",
     "renew",
     "serve",
@@ -60,6 +61,7 @@ T = TypeVar("T")
 _SCHEME = "rpcpipe"
 _THREAD = "rpcpipe transport"
 _OVER = "the world this pipe belongs to is over: run() has returned"
+EXPLAINED = 2.0  # seconds in which a torn connection is explained by who watches the process
 ERROR, FATAL = 2, 3  # severities of torch's C++ log
 _FIRST = 2**62  # a sequence number no forward operation reaches
 
@@ -328,6 +330,8 @@ def loopback() -> Iterator[None]:
 
 
 def _require_world() -> None:
+    if _inside and _loss.error is not None:
+        raise _loss.error
     if not rpc._is_current_rpc_agent_set():
         raise RuntimeError(_OVER)
 
@@ -358,6 +362,8 @@ class Remote:
         """
         if not self._key:
             raise RuntimeError(_OVER)
+        if _loss.error is not None:
+            raise _loss.error
         answer: Future[Any] = rpc.rpc_async(self._owner, _dispatch, args=(self._key, method, args))
         return answer
 
@@ -455,14 +461,22 @@ def value_of(answer: Future[Any], what: str) -> Any:
     """Wait for an answer as `wait` does; raise what it failed by."""
     value = wait(answer, what)
     if isinstance(value, Failure):
-        value.raise_()
+        raise_failure(value)
     return value
+
+
+def raise_failure(failure: Failure) -> NoReturn:
+    """Raise what failed in a stage; what failed for a lost process, as `StageLost`."""
+    cause = failure.original()
+    if isinstance(cause, StageLost):
+        raise lost(within=EXPLAINED) or cause
+    failure.raise_()
 
 
 def _explain(exc: RuntimeError, what: str) -> StageLost | StageTimeout:
     """Torn connections are noticed first by who uses them; whoever watches knows the process."""
     loss = _loss
-    if loss.known.wait(2.0) and loss.error is not None:
+    if loss.known.wait(EXPLAINED) and loss.error is not None:
         return loss.error.during(what)
     return StageLost(f"while waiting for {what}: {exc}", step=loss.step, how=str(exc))
 
@@ -577,7 +591,14 @@ class Tape:
         self, roots: Sequence[Tensor], leaves: Sequence[Tensor], what: str
     ) -> list[Tensor | None]:
         """Run the distributed backward pass; return the gradients of ``leaves``."""
-        return self.run(_backward, self.context_id, roots, leaves, what=what)
+        try:
+            return self.run(_backward, self.context_id, roots, leaves, what=what)
+        except StageLost:
+            raise
+        except RuntimeError as exc:  # a torn connection, if it is one
+            if (error := lost(within=EXPLAINED)) is not None:
+                raise error.during(what) from exc
+            raise
 
     def close(self) -> None:
         """Release the context on all processes. May be called at any time, from any thread."""
