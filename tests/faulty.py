@@ -1,7 +1,7 @@
 """A training script of which one process fails at a given point; the test reads what was noticed.
 
-``$FAULT`` says who, when and how, ``$FAULT_NOTES`` is the file of notes, and ``$FAULT_KEPT`` that
-of the checkpoint. Once something has failed, nothing fails any more: the script can be run again.
+``$FAULT`` says who, when and how, ``$FAULT_NOTES`` is the file of notes, and ``$FAULT_KEPT`` the
+folder of checkpoints. What has failed once does not fail again: the script can be run another time.
 """
 
 from __future__ import annotations
@@ -121,16 +121,16 @@ def train(world: rpcpipe.World) -> None:
 
 def steps(world: rpcpipe.World) -> None:
     torch.manual_seed(0)
-    layers = [layer for j in range(world.stages) for layer in (nn.Linear(4, 4), Trip(j))]
+    layers = [
+        layer for j in range(world.stages) for layer in (nn.Linear(4, 4), nn.Dropout(0.1), Trip(j))
+    ]
     driver_reaches("construction", None)
     pipe = rpcpipe.Pipe(
-        nn.Sequential(*layers), world, balance=[2] * world.stages, chunks=M, checkpoint="never"
+        nn.Sequential(*layers), world, balance=[3] * world.stages, chunks=M, checkpoint="never"
     )
     first = 0
-    if KEPT.exists():
-        kept = torch.load(KEPT)
-        pipe.load_state_dict(kept["state"])
-        first = kept["step"]
+    if rpcpipe.latest(KEPT):
+        first = pipe.load(KEPT)["step"]
     for step in range(first, STEPS):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
         driver_reaches("forward", step)
@@ -141,8 +141,7 @@ def steps(world: rpcpipe.World) -> None:
         for j in range(world.stages):
             pipe.apply_to_stage(j, descend)
         driver_reaches("save", step)
-        torch.save({"state": pipe.state_dict(), "step": step + 1}, f"{KEPT}.new")
-        os.replace(f"{KEPT}.new", KEPT)
+        pipe.save(KEPT, keep=2, step=step + 1)
         if PLAN["phase"] == "idle" and PLAN["step"] == step and not failed():
             idle(pipe)
     note("final", weights={k: v.tolist() for k, v in pipe.state_dict().items()})
