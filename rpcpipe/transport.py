@@ -240,6 +240,7 @@ def leave(meet: Callable[[str], None] | None) -> None:
 
 def abandon() -> None:
     """Break off all calls: also those that are waited for inside of torch end with an error."""
+    _loss.known.set()  # nobody needs to wait for an explanation
     with _ending:
         if rpc._is_current_rpc_agent_set():
             rpc.shutdown(graceful=False)

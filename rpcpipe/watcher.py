@@ -357,7 +357,8 @@ def _status(pid: int) -> tuple[str, int]:
             fields = file.read().rpartition(")")[2].split()
         return fields[0], int(fields[-1])
     except (OSError, IndexError, ValueError):
-        return "X", -1
+        # Without /proc there is nothing to see, and its end shows by another parent.
+        return ("X" if os.path.exists("/proc/self/stat") else "?"), -1
 
 
 def _how_it_ended(code: int) -> str:
