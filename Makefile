@@ -4,12 +4,13 @@ SHELL := bash
 
 STAGES ?= 2
 ARGS ?=
+FAULTS ?= 100
 READY := .venv/.ready
 BIN := .venv/bin
 
 EXPERIMENTS := $(addprefix experiment-,speed memory accuracy ablation)
 
-.PHONY: help setup demo test test-gpu check format wheel clean $(EXPERIMENTS)
+.PHONY: help setup demo test test-faults test-gpu soak check format wheel clean $(EXPERIMENTS)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +27,12 @@ demo: $(READY) ## train a small GPT on STAGES (2) processes; ARGS go to the scri
 
 test: $(READY) ## run the tests; ARGS go to pytest
 	$(BIN)/python -m pytest $(ARGS)
+
+test-faults: $(READY) ## every failure in every phase, and FAULTS (100) random ones; some 30 minutes
+	RPCPIPE_FAULTS=$(FAULTS) $(BIN)/python -m pytest tests/test_faults.py $(ARGS)
+
+soak: $(READY) ## 10,000 steps while memory, files, threads, RRefs and contexts are sampled
+	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 test-gpu: $(READY) ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m cuda $(ARGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rpcpipe import balance, skip
 from rpcpipe.checkpoint import is_checkpointing, is_recomputing
-from rpcpipe.errors import BalanceError, StageError, StageLost
+from rpcpipe.errors import BalanceError, StageError, StageLost, StageTimeout
 from rpcpipe.folder import latest
 from rpcpipe.microbatch import NoChunk
 from rpcpipe.pipe import Pipe
@@ -20,6 +20,7 @@ __all__ = [
     "Pipe",
     "StageError",
     "StageLost",
+    "StageTimeout",
     "Timeline",
     "World",
     "balance",

@@ -8,7 +8,7 @@ import traceback
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-__all__ = ["BalanceError", "Failure", "StageError", "StageLost"]
+__all__ = ["BalanceError", "Failure", "StageError", "StageLost", "StageTimeout"]
 
 
 class BalanceError(ValueError):
@@ -53,7 +53,47 @@ class StageError(RuntimeError):
 
 
 class StageLost(RuntimeError):
-    """A process of the pipeline died or cannot be reached; says which, and how it was noticed."""
+    """A process of the job died, froze or cannot be reached; says which, and how it was noticed.
+
+    Attributes:
+        stage: index ``j`` of the stage it computed, ``None`` if none.
+        host: name of its host.
+        pid: its process id there.
+        step: number of the last step that was completed before, counted from 0 as the calls of
+            the pipe are; ``None`` before the first, and where it is not known.
+        how: what was noticed, such as ``"was ended by SIGKILL"``, ``"has been stopped (SIGSTOP)
+            for 9.1 s"`` or ``"has not been heard for 9.2 s: its host or the network is down"``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        stage: int | None = None,
+        host: str = "",
+        pid: int | None = None,
+        step: int | None = None,
+        how: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.stage = stage
+        self.host = host
+        self.pid = pid
+        self.step = step
+        self.how = how
+
+    def during(self, what: str) -> StageLost:
+        """The same, for somebody who was waiting."""
+        where = {"stage": self.stage, "host": self.host, "pid": self.pid, "step": self.step}
+        return StageLost(f"{self}, while waiting for {what}", **where, how=self.how)  # type: ignore[arg-type]
+
+
+class StageTimeout(TimeoutError):
+    """Something took longer than ``timeout=`` allows; every process has told what it was doing."""
+
+    def during(self, what: str) -> StageTimeout:
+        """The same, for somebody else who was waiting."""
+        return StageTimeout(f"{self}; meanwhile something waited for {what}")
 
 
 @dataclass(frozen=True)

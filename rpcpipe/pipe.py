@@ -234,7 +234,7 @@ class Pipe(nn.Module):
         ]
         for value in values:
             if isinstance(value, Failure):
-                value.raise_()
+                transport.raise_failure(value)
         return values
 
     def _everywhere(self, what: str, fn: Callable[..., Any], *args: Any) -> list[Any]:

@@ -22,13 +22,15 @@ from multiprocessing import spawn
 from types import FrameType
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
-from rpcpipe import groups, saving, transport
-from rpcpipe.errors import StageLost
+from rpcpipe import groups, liveness, saving, transport
+from rpcpipe.errors import StageLost, StageTimeout
+from rpcpipe.liveness import Care, Limits
 from rpcpipe.world import Layout, Process, World, check_counts, worker_name
 
 __all__ = ["run"]
@@ -38,7 +40,6 @@ T = TypeVar("T")
 logger = logging.getLogger("rpcpipe")
 
 JOIN_TIMEOUT = 300.0  # seconds, for all processes of a job to come up
-MEET_TIMEOUT = 3.0  # seconds, for all to take leave: they have nothing else to do
 END_TIMEOUT = 5  # seconds, for a stage process to end by itself, or by SIGTERM
 ENGINE_THREADS = 16  # at least two: one waits for the compute thread while another hands it work
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -54,6 +55,8 @@ def run(
     stages: int | None = None,
     replicas: int = 1,
     driver: str = "auto",
+    heartbeat: float | None = None,
+    timeout: float | None = None,
 ) -> T | None:
     """Call ``fn(world, *args)`` in the driver of each pipeline; serve in every other process.
 
@@ -75,13 +78,19 @@ def run(
         driver: ``"shared"`` (in the first stage's process), ``"dedicated"`` (in its own) or
             ``"auto"``, which fits the launcher's number of processes. A plain script's driver is
             always in a process of its own.
+        heartbeat: seconds, at least 1, within which a process that is frozen or cut off from the
+            network is noticed by all others; one that has ended is noticed at once. By default
+            ``$RPCPIPE_HEARTBEAT`` or 10. A process that is only slow is never taken for lost.
+        timeout: seconds the driver waits for anything; then every process prints its stacks and
+            what it waits for, and the run ends. By default ``$RPCPIPE_TIMEOUT`` or no limit.
 
     Returns:
         What ``fn`` returned, in a driver; ``None`` elsewhere.
 
     Raises:
         ValueError: the numbers do not fit each other or the launcher.
-        StageLost: a stage process ended or could not be started.
+        StageLost: a process of the job ended, froze, cannot be reached or could not be started.
+        StageTimeout: something took longer than ``timeout``.
     """
     if _importing_main:
         raise RuntimeError(
@@ -89,6 +98,7 @@ def run(
             'if __name__ == "__main__":'
         )
     check_counts(stages, replicas, driver)
+    limits = Limits.of(heartbeat, timeout)
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if launched:
         layout = Layout.of(int(os.environ["WORLD_SIZE"]), stages, replicas, driver)
@@ -97,7 +107,7 @@ def run(
     if not _running.acquire(blocking=False):
         raise RuntimeError("run() is under way in this process; it can be in one run at a time")
     try:
-        return (_run_launched if launched else _run_here)(fn, args, layout)
+        return (_run_launched if launched else _run_here)(fn, args, layout, limits)
     finally:
         _running.release()
 
@@ -117,7 +127,9 @@ def _count_stages(stages: int | None, replicas: int) -> int:
 # ------------------------------------------------------------------------ under a launcher
 
 
-def _run_launched(fn: Callable[..., T], args: tuple[Any, ...], layout: Layout) -> T | None:
+def _run_launched(
+    fn: Callable[..., T], args: tuple[Any, ...], layout: Layout, limits: Limits
+) -> T | None:
     rank, world_size = int(os.environ["RANK"]), layout.world_size
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"rpcpipe/{attempt}/{next(_launched_runs)}", _launchers_store())
@@ -131,7 +143,7 @@ def _run_launched(fn: Callable[..., T], args: tuple[Any, ...], layout: Layout) -
     single_host = local == world_size
     network = transport.loopback() if single_host else nullcontext()
     in_groups = groups.joined(layout, rank, dist.PrefixStore("groups", store))
-    with network, in_groups, _joined(layout, process, store) as world:
+    with network, in_groups, _joined(layout, process, store, Care(limits)) as world:
         return None if world is None else fn(world, *args)
 
 
@@ -146,7 +158,8 @@ def _launchers_store() -> dist.Store:
 # ----------------------------------------------------------------------------- a plain script
 
 
-def _run_here(fn: Callable[..., T], args: tuple[Any, ...], layout: Layout) -> T:
+def _run_here(fn: Callable[..., T], args: tuple[Any, ...], layout: Layout, limits: Limits) -> T:
+    transport.renew("the driver", limits.timeout)
     with ExitStack() as stack:
         stack.enter_context(_terminating_by_exception())
         processes = stack.enter_context(_stage_processes(layout))
@@ -156,7 +169,8 @@ def _run_here(fn: Callable[..., T], args: tuple[Any, ...], layout: Layout) -> T:
             store.set("job", uuid.uuid4().hex)
             processes.await_told(store)
             process = Process.here(0, 0, layout.stages)
-            joined = _joined(layout, process, store, processes.let_go)
+            care = Care(limits, processes.last_words, processes.folder)
+            joined = _joined(layout, process, store, care, processes.let_go)
             world = stack.enter_context(joined)
         assert world is not None
         return fn(world, *args)
@@ -186,10 +200,11 @@ def _connect(port: int) -> dist.TCPStore:
 def _stage_processes(layout: Layout) -> Iterator[_StageProcesses]:
     """The stage processes of a plain script; gone when this is left."""
     with ExitStack() as stack:
-        logs = os.environ.get("RPCPIPE_LOG_DIR")
+        folder, logs = None, os.environ.get("RPCPIPE_LOG_DIR")
         if logs is None:
             logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="rpcpipe-"))
-        processes = _StageProcesses(layout, DefaultLogsSpecs(log_dir=logs, tee=Std.ALL))
+            folder = logs
+        processes = _StageProcesses(layout, DefaultLogsSpecs(log_dir=logs, tee=Std.ALL), folder)
         stack.callback(processes.end)
         processes.start()
         yield processes
@@ -205,11 +220,13 @@ class _StageProcesses:
 
     PERIOD = 0.05  # seconds between two looks
 
-    def __init__(self, layout: Layout, logs: DefaultLogsSpecs) -> None:
+    def __init__(self, layout: Layout, logs: DefaultLogsSpecs, folder: str | None) -> None:
+        self.folder = folder  # temporary
         self._may_end = False
         self._layout = layout
         self._logs = logs
-        self._lost: str | None = None
+        self._lost: Exception | None = None
+        self._stderrs: dict[int, str] = {}
         # While it serves, somebody may wait for a process that has died; nobody once it is closed.
         self._server: dist.TCPStore | None
         self._server, self._port = _listen()
@@ -247,10 +264,19 @@ class _StageProcesses:
             yield
         except RuntimeError as exc:
             if self._lost is not None:
-                raise StageLost(self._lost) from exc
+                raise self._lost from exc
             raise
         if self._lost is not None:
-            raise StageLost(self._lost)
+            raise self._lost
+
+    def last_words(self, j: int) -> str:
+        """What a stage printed last as an error, as the end of a sentence."""
+        try:
+            with open(self._stderrs[j], errors="replace") as file:
+                last = "".join(file.readlines()[-20:]).strip()
+        except (KeyError, OSError):
+            return ""
+        return f"; the last it printed:\n{last}\n" if last else ""
 
     # ---------------------------------------------------------------------------- on the thread
 
@@ -261,10 +287,14 @@ class _StageProcesses:
                 try:
                     self._watch(children)
                 finally:
-                    children.close(signal.SIGTERM, END_TIMEOUT)
+                    # One that is frozen would sleep through a request.
+                    end = signal.SIGTERM if transport.lost() is None else signal.SIGKILL
+                    watchers = liveness.watchers(children.pids().values())
+                    children.close(end, END_TIMEOUT)
+                    psutil.wait_procs(watchers, END_TIMEOUT)
                     _close_logs(children)
             except Exception as exc:
-                self._lost = f"the stage processes could not be started: {exc!r}"
+                self._lost = StageLost(f"the stage processes could not be started: {exc!r}")
             finally:
                 self._server = None
 
@@ -280,29 +310,38 @@ class _StageProcesses:
             }
             for j in range(self._layout.stages)
         }
-        cpp_log_level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
         return start_processes(
             name="stage",
             entrypoint=sys.executable,
             args={j: ("-c", _STAGE_PROGRAM, json.dumps(life)) for j, life in lives.items()},
-            # Their agents report every connection that is closed; the driver tells whom it lost.
-            envs={j: {"TORCH_CPP_LOG_LEVEL": cpp_log_level} for j in lives},
+            envs={j: {} for j in lives},
             logs_specs=self._logs,
             log_line_prefixes={j: f"[stage {j}] " for j in lives},
         )
 
     def _watch(self, children: PContext) -> None:
         pids = children.pids()
+        self._stderrs = children.stderrs
         while not self._over.wait(self.PERIOD):
             for j, pid in pids.items():
                 how = _how_it_ended(pid)
-                if how is not None and not self._may_end:
-                    self._lost = _obituary(j, pid, how, children.stderrs[j])
-                    transport.declare_lost(self._lost)
-                    return
+                if how is not None and not self._may_end and transport.lost() is None:
+                    transport.declare_lost(self._obituary(j, pid, how))
+            self._lost = transport.lost()
+            if self._lost is not None:
+                return
         deadline = time.monotonic() + END_TIMEOUT * self._may_end
         while not all(map(_how_it_ended, pids.values())) and time.monotonic() < deadline:
+            if transport.lost() is not None:
+                return
             time.sleep(0.01)
+
+    def _obituary(self, j: int, pid: int, how: str) -> StageLost:
+        host, step = socket.gethostname(), transport.last_step()
+        text = f"the process of stage {j} (pid {pid}, host {host}) {how}"
+        text += "" if step is None else f"; the last completed step is {step}"
+        text += self.last_words(j)
+        return StageLost(text, stage=j, host=host, pid=pid, step=step, how=how)
 
 
 @contextmanager
@@ -343,13 +382,6 @@ def _how_it_ended(pid: int) -> str | None:
     return f"was ended by {signal.Signals(end.si_status).name}"
 
 
-def _obituary(j: int, pid: int, how: str, stderr: str) -> str:
-    with open(stderr, errors="replace") as file:
-        last = "".join(file.readlines()[-20:]).strip()
-    text = f"the process of stage {j} (pid {pid}, host {socket.gethostname()}) {how}"
-    return text + (f"; the last it printed:\n{last}\n" if last else "")
-
-
 # ------------------------------------------------------------- in a process that run started
 
 _STAGE_PROGRAM = """
@@ -378,7 +410,7 @@ def _live(main: dict[str, Any], stages: int, rank: int, port: int, driver: int) 
     _import_main(main)
     layout = Layout(stages, 1, dedicated=True)
     process = Process.here(rank, rank - layout.dedicated, stages)
-    with transport.loopback(), _joined(layout, process, _connect(port)):
+    with transport.loopback(), _joined(layout, process, _connect(port), Care()):
         pass
 
 
@@ -404,6 +436,7 @@ def _joined(
     layout: Layout,
     process: Process,
     store: dist.Store,
+    care: Care,
     before_leaving: Callable[[], None] = lambda: None,
 ) -> Iterator[World | None]:
     """Be in the RPC world of this process's pipeline.
@@ -428,21 +461,31 @@ def _joined(
             before_leaving()
             transport.dismiss([worker_name(job, r) for r in ours if r != rank])
             transport.leave(meet)
+            line.bye()
 
-    transport.join(worker_name(job, rank), rank - ours[0], per_pipeline, own_store)
-    try:
-        if layout.is_driver(rank):
-            world = World(layout, rank, job, {r: Process.hear(store, r) for r in ours})
-            logger.info("%s", world)
-            with _leading(take_leave):
-                yield world
-        else:
-            _warm_up()
-            transport.serve()
-            transport.leave(meet)
-            yield None
-    finally:
-        transport.leave(None)
+    watched = liveness.watched(layout, process, store, job, care)
+    with transport.quiet_agents(), watched as line:
+        try:
+            transport.join(worker_name(job, rank), rank - ours[0], per_pipeline, own_store)
+            if layout.is_driver(rank):
+                processes = {r: Process.hear(store, r) for r in range(layout.world_size)}
+                line.joined(processes)
+                world = World(layout, rank, job, {r: processes[r] for r in ours})
+                logger.info("%s", world)
+                with _leading(take_leave):
+                    yield world
+            else:
+                _warm_up()
+                transport.serve()
+                transport.leave(meet)
+                line.bye()
+                yield None
+        except StageLost:
+            if not layout.is_driver(rank):
+                line.await_end()
+            raise
+        finally:
+            transport.leave(None)
 
 
 @contextmanager
@@ -450,11 +493,15 @@ def _leading(take_leave: Callable[[], None]) -> Iterator[None]:
     """Take leave of the other processes in the end, unless that is not the time for it."""
     try:
         yield
-    except (StageLost, KeyboardInterrupt, _Terminated):
+    except (StageLost, StageTimeout, KeyboardInterrupt, _Terminated):
         raise  # whoever started the others ends them
-    except BaseException:
-        with suppress(StageLost):
-            take_leave()
+    except BaseException as exc:
+        with suppress(StageLost, StageTimeout):
+            if transport.lost() is None:
+                take_leave()
+        lost = transport.lost()
+        if lost is not None and isinstance(exc, RuntimeError):
+            raise lost from exc  # that is what torch made of it
         raise
     take_leave()
 
@@ -475,11 +522,17 @@ def _warm_up() -> None:
 
 
 def _meet(store: dist.Store, world_size: int, point: str) -> None:
-    """Wait until all processes have come to this point, or for long enough."""
-    if store.add(f"{point}/count", 1) == world_size:
-        store.set(f"{point}/all", "")
-    with suppress(dist.DistError):
-        store.wait([f"{point}/all"], timedelta(seconds=MEET_TIMEOUT))
+    """Wait until all processes have come to this point, or one is lost."""
+    try:
+        if store.add(f"{point}/count", 1) == world_size:
+            store.set(f"{point}/all", "")
+        while not store.check([f"{point}/all"]):
+            if (error := transport.lost()) is not None:
+                raise error
+            time.sleep(0.005)
+    except dist.DistError:  # whoever holds the store is gone
+        if (error := transport.lost(within=2.0)) is not None:
+            raise error from None
 
 
 # ------------------------------------------------------------------------------------- signals

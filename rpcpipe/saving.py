@@ -120,7 +120,7 @@ class Saving:
         results = [transport.wait(a, f"stage {j} to write") for j, a in enumerate(answers)]
         for result in results:  # all are done: nobody writes to what is discarded
             if isinstance(result, Failure):
-                result.raise_()
+                transport.raise_failure(result)
         self._own.finish(self._metadata, [*results, own_results])
         final = self._draft.complete(self._keep)
         size = sum(file.stat().st_size for file in final.iterdir()) / 1e6

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from rpcpipe import batchnorm, boundary, checkpoint, transport, trees
+from rpcpipe import batchnorm, boundary, checkpoint, stacks, transport, trees
 from rpcpipe.averaging import Averaging, local
 from rpcpipe.errors import Failure, StageLost
 from rpcpipe.finite import require_finite
@@ -192,6 +192,8 @@ class Stage:
         self._collectors: weakref.WeakValueDictionary[int, _Collector] = (
             weakref.WeakValueDictionary()
         )
+        self._doing: tuple[str, _Run | None, int, float] = ("", None, 0, 0.0)
+        stacks.tellers.add(self)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(
             target=_compute, args=(self._jobs, threads), name=f"stage {index}", daemon=True
@@ -263,10 +265,12 @@ class Stage:
         future: Future[Any] = Future()
 
         def job() -> None:
+            self._do(f"is to {fn.__name__.strip('_')}")
             try:
                 answer = fn(self, *args)
             except BaseException as exc:
                 answer = Failure.capture(exc).at(self.index, None, fn.__name__.strip("_"))
+            self._do("")
             future.set_result(answer)
 
         self._jobs.put(job)
@@ -286,7 +290,21 @@ class Stage:
         threading.Thread(target=job, name=f"stage {self.index} aside", daemon=True).start()
         return future
 
+    def doing(self) -> Iterator[str]:
+        """What the compute thread is doing, as sentences."""
+        what, run, i, since = self._doing
+        if what and run is not None:
+            before = f"stage {self.index - 1}" if self.index else "the driver"
+            what = what.format(i=i, step=run.order.step, before=before)
+        if what:
+            yield f"stage {self.index} {what} since {time.monotonic() - since:.1f} s"
+        else:
+            yield f"stage {self.index} has nothing to do"
+
     # ------------------------------------------------------------------ on the compute thread
+
+    def _do(self, what: str, run: _Run | None = None, i: int = 0) -> None:
+        self._doing = what, run, i, time.monotonic()
 
     def adopt(self, module: Partition, rng: checkpoint.RngState) -> None:
         """Become the stage of this partition, whose layers draw from ``rng`` on."""
@@ -333,12 +351,14 @@ class Stage:
             while run.cursor < len(order.program) and not run.over:
                 task = order.program[run.cursor]
                 if task.kind != "F" and not run.announced:
+                    self._do("waits for the backward pass of step {step} to begin", run)
                     return
                 run.cursor += 1
                 with suppress(_Dropped):
                     self._execute(run, task)
         run.forget()
         self._runs.pop(order.step, None)
+        self._do("")
 
     def _execute(self, run: _Run, task: Task) -> None:
         kind, i = task
@@ -364,7 +384,9 @@ class Stage:
             self.events.append(Event(run.order.step, Task(kind, i), start, time.monotonic()))
 
     def _forward(self, run: _Run, i: int) -> None:
+        self._do("waits for micro-batch {i} of step {step} from {before}", run, i)
         received = {name: slot.result() for name, slot in run.received[i].items()}
+        self._do("computes the forward pass of micro-batch {i} of step {step}", run, i)
         run.received[i] = {}
         for value in received.values():
             if isinstance(value, Failure):
@@ -476,6 +498,7 @@ class Stage:
         batchnorm.discard(self.partition)
 
     def _recompute(self, run: _Run, i: int) -> None:
+        self._do("recomputes micro-batch {i} of step {step}", run, i)
         kept = run.kept[i]
         if kept.outputs is not None:
             return  # no gradient reaches the stage: frozen, as all before it
@@ -487,7 +510,9 @@ class Stage:
         now.restore()
 
     def _backward(self, run: _Run, i: int) -> None:
+        self._do("waits for the gradient of micro-batch {i} of step {step}", run, i)
         gradients = run.gradients[i].result()
+        self._do("computes the backward pass of micro-batch {i} of step {step}", run, i)
         kept = run.kept.pop(i)
         last = run.cursor == len(run.order.program)
 
@@ -579,8 +604,8 @@ def _forward_to(slot: Slot[Any]) -> Callable[[Future[Any]], None]:
     def forward(answer: Future[Any]) -> None:
         try:
             value = answer.value()
-        except RuntimeError as exc:
-            value = Failure.capture(exc)
+        except RuntimeError as exc:  # answers bring failures: this is a torn connection
+            value = Failure.capture(StageLost(str(exc)))
         _settle(slot, value)
 
     return forward

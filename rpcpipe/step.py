@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,7 +15,7 @@ from torch.futures import Future
 from torch.utils import _pytree as pytree
 
 from rpcpipe import boundary, microbatch, schedule, transport, trees
-from rpcpipe.errors import Failure
+from rpcpipe.errors import Failure, StageLost, StageTimeout
 from rpcpipe.mailbox import Mailbox, Parcel
 from rpcpipe.stage import Order
 
@@ -97,6 +98,7 @@ class Step:
             self._ends = [boundary.received(trees.tensors(parcel)) for parcel in parcels]
         else:
             self._live = False
+            transport.completed_step(number)
         return [parcel.args[0] for parcel in parcels]
 
     def _exchange(self) -> list[Any]:
@@ -173,7 +175,7 @@ class Step:
         seeds = [g for row in self._divide(gradients) for g in row]
         leaves = [leaf for row in self._leaves for leaf in row]
         try:
-            found = self._tape.backward([boundary.root(ends, seeds)], leaves)
+            found = self._tape.backward([boundary.root(ends, seeds)], leaves, self._name())
             # The engine may have returned too early (torch 2.13): a stage that gets two gradients
             # at once can forget that it has to wait for the stage before it.
             for j, answer in enumerate(announced):
@@ -191,7 +193,11 @@ class Step:
         if self._replicas is not None:
             self._end_together(self._replicas)
         self._finish()
+        transport.completed_step(self.order.step)
         return self._input_gradients(found)
+
+    def _name(self) -> str:
+        return f"the backward pass of step {self.order.step}"
 
     def _input_gradients(self, found: list[Tensor | None]) -> list[Tensor | None]:
         """Those of the micro-batches put together; ``None`` where no micro-batch has any."""
@@ -229,7 +235,7 @@ class Step:
         self.drop(first)
         if self._replicas is not None:
             self._replicas.fail(self.order.step, first.message)
-        first.raise_()
+        transport.raise_failure(first)
 
     def _end_together(self, replicas: Replicas) -> None:
         try:
@@ -248,8 +254,9 @@ class Step:
         self._live = False
         number = self.order.step
         self._port.drop(number, why)
-        for j, answer in enumerate(self.tell_stages("drop", number, why)):
-            transport.wait(answer, f"stage {j} to drop step {number}")
+        with suppress(StageLost, StageTimeout):  # of which the next call hears; this has its reason
+            for j, answer in enumerate(self.tell_stages("drop", number, why)):
+                transport.wait(answer, f"stage {j} to drop step {number}")
         if self._tape is not None:
             self._tape.close()
 

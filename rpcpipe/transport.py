@@ -6,41 +6,51 @@ Everything torch keeps private or in maintenance mode is named here and nowhere 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import queue
-import sys
 import threading
 import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import Tensor
 from torch.futures import Future
 
-from rpcpipe.errors import Failure, StageLost
+from rpcpipe.errors import Failure, StageLost, StageTimeout
+from rpcpipe.stacks import Waits
 
 __all__ = [
     "Remote",
     "Tape",
+    "abandon",
     "completed",
+    "completed_step",
     "create",
     "current_tape",
     "debug_info",
     "declare_lost",
     "dismiss",
     "join",
+    "last_step",
     "later",
     "leave",
     "loopback",
+    "lost",
     "prioritize",
     "publish",
+    "quiet_agents",
+    "raise_failure",
     "reference",
+    "renew",
     "serve",
     "value_of",
     "wait",
@@ -51,12 +61,16 @@ T = TypeVar("T")
 _SCHEME = "rpcpipe"
 _THREAD = "rpcpipe transport"
 _OVER = "the world this pipe belongs to is over: run() has returned"
+EXPLAINED = 2.0  # seconds in which a torn connection is explained by who watches the process
+ERROR, FATAL = 2, 3  # severities of torch's C++ log
 _FIRST = 2**62  # a sequence number no forward operation reaches
 
 _objects: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _kept: dict[str, Any] = {}  # what is not kept by an RRef
 _store: dist.Store | None = None
 _rrefs_work = True  # whether the RRef context of this process belongs to the world it is in
+_inside = False  # whether this process has joined a world and not left it
+_ending = threading.Lock()
 _dismissed = threading.Event()
 _remotes: weakref.WeakSet[Remote] = weakref.WeakSet()
 _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
@@ -64,13 +78,30 @@ _chores: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
 
 
 class _Loss:
-    """The first process this world lost, and everybody who has to hear of it."""
+    """The first thing that ended this world, and everybody who has to hear of it."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        name: str = "the driver",
+        timeout: float | None = None,
+        on_timeout: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.timeout = timeout
+        self.on_timeout = on_timeout
         self.known = threading.Event()
-        self.reason: str | None = None
+        self.error: StageLost | StageTimeout | None = None
         self.lock = threading.Lock()
-        self.waiting: set[threading.Event] = set()
+        self.waiting = Waits(name)
+        self.step: int | None = None  # the last that was completed
+
+    def declare(self, error: StageLost | StageTimeout) -> None:
+        _quiet(FATAL)  # what follows from it would be printed above it
+        with self.lock:
+            if self.error is None:
+                self.error = error
+                self.known.set()
+            for done in self.waiting:
+                done.set()
 
 
 _loss = _Loss()
@@ -93,32 +124,64 @@ def join(name: str, rank: int, world_size: int, store: dist.Store) -> None:
     Raises:
         RuntimeError: this process is in an RPC world already.
     """
-    global _loss, _rrefs_work, _store
+    global _chores, _inside, _rrefs_work
     if rpc._is_current_rpc_agent_set():
         raise RuntimeError(
             "this process is in an RPC world already (torch.distributed.rpc.init_rpc was called, "
             "or run() inside of run()); a process can be in one at a time: shut that down first"
         )
-    _store = store
     _rrefs_work = rpc._init_counter == 0
     # Keys in the store are prefixed by a counter of the process; a process that joins its second
     # world would wait for ever for peers that join their first. The store is ours alone.
     rpc._init_counter = 0
-    try:
-        with _without_device_maps():
-            rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=_options())
-    except BaseException:  # Ctrl-C may come when the agent is there already
-        if rpc._is_current_rpc_agent_set():
-            rpc.shutdown(graceful=False)
-        raise
-    finally:
-        _store = None
-    _loss = _Loss()
+    _Joining(name, rank, world_size, store).wait()
+    _inside = True
     _dismissed.clear()
-    threading.Thread(target=_do_chores, name=_THREAD, daemon=True).start()
+    _chores = queue.SimpleQueue()
+    threading.Thread(target=_do_chores, args=(_chores,), name=_THREAD, daemon=True).start()
     # The timeout would bound a whole backward pass, however long the stages compute. Given to
     # init_rpc, 0 would time out at once.
     rpc._set_rpc_timeout(0)
+
+
+class _Joining:
+    """``init_rpc`` on a thread: in there, nothing hears of Ctrl-C or of the loss of a process."""
+
+    def __init__(self, *args: Any) -> None:
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._join, args=args, name=_THREAD, daemon=True)
+        self._thread.start()
+
+    def _join(self, name: str, rank: int, world_size: int, store: dist.Store) -> None:
+        global _store
+        _store = store
+        try:
+            with _without_device_maps():
+                rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=_options())
+        except BaseException as exc:
+            self._error = exc
+        finally:
+            _store = None
+        with self._lock:
+            self._done.set()
+            if self._abandoned or self._error is not None:
+                abandon()
+
+    def wait(self) -> None:
+        try:
+            _wait(self._done, "all processes to join", deadline=False)
+        except BaseException:
+            with self._lock:
+                self._abandoned = True
+                if self._done.is_set():
+                    abandon()
+            self._thread.join(1.0)
+            raise
+        if self._error is not None:
+            raise self._error
 
 
 @contextmanager
@@ -152,27 +215,35 @@ def leave(meet: Callable[[str], None] | None) -> None:
 
     Args:
         meet: waits for all processes of the world to come to the point it is given the name of;
-            ``None`` when they will not. The agents report each connection that is closed to
-            them, and their own: no process closes any until all have stopped listening to that.
+            ``None`` when they will not. No process closes a connection another may still use, or
+            goes on to where a warning of one that was closed would be seen.
     """
-    if not rpc._is_current_rpc_agent_set():
+    global _inside
+    if not _inside:
         return
     _chores.put(None)
     for remote in list(_remotes):
         remote.close()
     _kept.clear()
-    if meet is None:
-        with _silence():
+    with quiet_agents(FATAL):
+        if meet is None:
             _end_threads(0.2)
-            rpc.shutdown(graceful=False)
+            abandon()
             _end_threads(2.0)
-        return
-    _end_threads(2.0)
-    meet("everybody leaves")
-    with _silence():
-        meet("everybody is silent")
-        rpc.shutdown(graceful=False)
-        meet("everybody has left")
+        else:
+            _end_threads(2.0)
+            meet("everybody leaves")
+            abandon()
+            meet("everybody has left")
+    _inside = False
+
+
+def abandon() -> None:
+    """Break off all calls: also those that are waited for inside of torch end with an error."""
+    _loss.known.set()  # nobody needs to wait for an explanation
+    with _ending:
+        if rpc._is_current_rpc_agent_set():
+            rpc.shutdown(graceful=False)
 
 
 def _end_threads(seconds: float) -> None:
@@ -186,17 +257,31 @@ def _end_threads(seconds: float) -> None:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """Nothing that is written to the standard error stream is shown."""
-    sys.stderr.flush()
-    saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+def quiet_agents(severity: int = ERROR) -> Iterator[None]:
+    """torch's C++ code logs nothing below this: the agents warn of every connection that is closed.
+
+    ``TORCH_CPP_LOG_LEVEL`` says the same, but only before torch is imported; who set it is obeyed.
+    """
+    before = _log_level().value
+    _quiet(severity)
     try:
         yield
     finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(nowhere)
+        _log_level().value = before
+
+
+def _quiet(severity: int) -> None:
+    if "TORCH_CPP_LOG_LEVEL" not in os.environ:
+        _log_level().value = max(_log_level().value, severity)
+
+
+@functools.cache
+def _log_level() -> ctypes.c_int:
+    """The least severity that torch's C++ code logs; not found (torch 2.13 has it), it warns."""
+    with contextlib.suppress(OSError, ValueError):
+        core = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
+        return ctypes.c_int.in_dll(core, "FLAGS_caffe2_log_level")
+    return ctypes.c_int()
 
 
 def dismiss(workers: Sequence[str]) -> None:
@@ -219,8 +304,8 @@ def later(chore: Callable[[], Any]) -> None:
     _chores.put(chore)
 
 
-def _do_chores() -> None:
-    while chore := _chores.get():
+def _do_chores(chores: queue.SimpleQueue[Callable[[], Any] | None]) -> None:
+    while chore := chores.get():
         with contextlib.suppress(RuntimeError):  # the world may have ended before
             chore()
         del chore
@@ -246,6 +331,8 @@ def loopback() -> Iterator[None]:
 
 
 def _require_world() -> None:
+    if _inside and _loss.error is not None:
+        raise _loss.error
     if not rpc._is_current_rpc_agent_set():
         raise RuntimeError(_OVER)
 
@@ -276,6 +363,8 @@ class Remote:
         """
         if not self._key:
             raise RuntimeError(_OVER)
+        if _loss.error is not None:
+            raise _loss.error
         answer: Future[Any] = rpc.rpc_async(self._owner, _dispatch, args=(self._key, method, args))
         return answer
 
@@ -366,44 +455,95 @@ def wait(future: Future[Any], what: str) -> Any:
     try:
         return future.value()
     except RuntimeError as exc:
-        # Torn connections are noticed here first; whoever watches the process knows its name.
-        if _loss.known.wait(1.0):
-            raise StageLost(f"{_loss.reason}, while waiting for {what}") from exc
-        raise StageLost(f"while waiting for {what}: {exc}") from exc
+        raise _explain(exc, what) from exc
 
 
 def value_of(answer: Future[Any], what: str) -> Any:
     """Wait for an answer as `wait` does; raise what it failed by."""
     value = wait(answer, what)
     if isinstance(value, Failure):
-        value.raise_()
+        raise_failure(value)
     return value
 
 
-def _wait(done: threading.Event, what: str) -> None:
-    with _loss.lock:
-        _loss.waiting.add(done)
-        if _loss.reason is not None:
-            done.set()
+def raise_failure(failure: Failure) -> NoReturn:
+    """Raise what failed in a stage; what failed for a lost process, as `StageLost`."""
+    cause = failure.original()
+    if isinstance(cause, StageLost):
+        raise lost(within=EXPLAINED) or cause
+    failure.raise_()
+
+
+def _explain(exc: RuntimeError, what: str) -> StageLost | StageTimeout:
+    """Torn connections are noticed first by who uses them; whoever watches knows the process."""
+    loss = _loss
+    if loss.known.wait(EXPLAINED) and loss.error is not None:
+        return loss.error.during(what)
+    return StageLost(f"while waiting for {what}: {exc}", step=loss.step, how=str(exc))
+
+
+def _wait(done: threading.Event, what: str, deadline: bool = True) -> None:
     loss, completed = _loss, False
+    with loss.lock:
+        loss.waiting.add(done, what)
+        if loss.error is not None:
+            done.set()
     try:
-        completed = done.wait()
+        completed = done.wait(loss.timeout if deadline else None)
+        if not completed:
+            _expire(loss, what)
     finally:
         with loss.lock:
             loss.waiting.discard(done)
-            lost = loss.reason
-    if completed and lost is not None:
-        raise StageLost(f"{lost}, while waiting for {what}")
+            error = loss.error
+    if completed and error is not None:
+        raise error.during(what) if deadline else error
 
 
-def declare_lost(reason: str) -> None:
-    """Let every wait of this process raise `StageLost`, now and from now on."""
-    with _loss.lock:
-        if _loss.reason is None:
-            _loss.reason = reason
-            _loss.known.set()
-        for done in _loss.waiting:
-            done.set()
+def _expire(loss: _Loss, what: str) -> NoReturn:
+    assert loss.timeout is not None
+    error = StageTimeout(
+        f"waited {loss.timeout:g} s for {what}, and timeout={loss.timeout:g}; what each process "
+        "was doing is on its standard error stream"
+    )
+    loss.on_timeout(f"{loss.waiting.name} waited {loss.timeout:g} s for {what}")
+    loss.declare(error)
+    raise error
+
+
+def declare_lost(error: StageLost | StageTimeout) -> None:
+    """Let every wait of this process raise this, now and until the next `renew`."""
+    _loss.declare(error)
+
+
+def renew(
+    name: str, timeout: float | None = None, on_timeout: Callable[[str], None] = lambda _: None
+) -> None:
+    """Forget what was lost of an earlier world.
+
+    Args:
+        name: of this process, for sentences.
+        timeout: seconds that any wait may take.
+        on_timeout: called when one took longer, with the reason.
+    """
+    global _loss
+    _loss = _Loss(name, timeout, on_timeout)
+
+
+def lost(within: float = 0.0) -> StageLost | StageTimeout | None:
+    """What ended this world, if anything has or does in so many seconds."""
+    _loss.known.wait(within)
+    return _loss.error
+
+
+def completed_step(number: int) -> None:
+    """Remember that the driver has completed this step."""
+    _loss.step = number
+
+
+def last_step() -> int | None:
+    """The last step that was completed in this world."""
+    return _loss.step
 
 
 # ----------------------------------------------------------------------------------- autograd
@@ -426,8 +566,11 @@ class Tape:
         ).start()
         self.context_id = self.run(_current_id)
 
-    def run(self, fn: Callable[..., T], *args: Any) -> T:
-        """Call ``fn(*args)`` with the context current; return or raise what it does."""
+    def run(self, fn: Callable[..., T], *args: Any, what: str | None = None) -> T:
+        """Call ``fn(*args)`` with the context current; return or raise what it does.
+
+        Without ``what`` it has waits of its own, which have their deadlines.
+        """
         done = threading.Event()
         outcome: list[Any] = []
 
@@ -439,15 +582,24 @@ class Tape:
             done.set()
 
         self._jobs.put(job)
-        _wait(done, "the stages")
+        _wait(done, what or "its step", deadline=what is not None)
         value, error = outcome
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]
 
-    def backward(self, roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(
+        self, roots: Sequence[Tensor], leaves: Sequence[Tensor], what: str
+    ) -> list[Tensor | None]:
         """Run the distributed backward pass; return the gradients of ``leaves``."""
-        return self.run(_backward, self.context_id, roots, leaves)
+        try:
+            return self.run(_backward, self.context_id, roots, leaves, what=what)
+        except StageLost:
+            raise
+        except RuntimeError as exc:  # a torn connection, if it is one
+            if (error := lost(within=EXPLAINED)) is not None:
+                raise error.during(what) from exc
+            raise
 
     def close(self) -> None:
         """Release the context on all processes. May be called at any time, from any thread."""
