@@ -8,8 +8,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from rpcpipe.build import Part, build, check_module, divide, serialize
 from rpcpipe.checkpoint import AutocastState
 from rpcpipe.errors import Failure
 from rpcpipe.finite import require_finite
+from rpcpipe.loss import Loss, combine, reduction_of, shares
 from rpcpipe.mailbox import Name, require_picklable
 from rpcpipe.optim import PipeOptimizer
 from rpcpipe.shipping import require_sendable
@@ -268,6 +270,9 @@ class Pipe(nn.Module):
             StageLost: a process of the pipeline is gone.
         """
         batches = microbatch.scatter((args, kwargs), self.chunks)
+        return self._step((args, kwargs), batches, None)
+
+    def _step(self, inputs: Any, batches: list[Any], loss: Loss | None) -> Any:
         require_picklable(batches[0])
         if self._replicas is not None:
             self._replicas.require_unbroken()
@@ -279,10 +284,10 @@ class Pipe(nn.Module):
                 if isinstance(leaf, Tensor)
             )
         with self._turn:
-            return self._run(batches, (args, kwargs))
+            return self._run(batches, inputs, loss)
 
-    def _run(self, batches: list[Any], inputs: Any) -> Any:
-        order = self._order(len(batches))
+    def _run(self, batches: list[Any], inputs: Any, loss: Loss | None) -> Any:
+        order = replace(self._order(len(batches)), loss=loss)
         if not order.grad:
             step = Step(self, order, batches, None)
             return microbatch.gather(step.forward())
@@ -305,6 +310,92 @@ class Pipe(nn.Module):
                 "loss.backward() outside of it, or give ddp=False"
             )
         return Step(self, order, batches, transport.Tape()).attach(inputs)
+
+    @overload
+    def loss(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: Callable[..., Tensor],
+        *,
+        reduction: str | None = None,
+        weight: Callable[[Any], Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def loss(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: Callable[..., tuple[Tensor, Any]],
+        *,
+        reduction: str | None = None,
+        weight: Callable[[Any], Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[Tensor, Any]: ...
+
+    def loss(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: Callable[..., Any],
+        *,
+        reduction: str | None = None,
+        weight: Callable[[Any], Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return ``loss_fn(pipe(inputs), targets)``, computed in the last stage.
+
+        The outputs stay there, and only the loss of each micro-batch comes to the driver. They are
+        put together so that the result is that of the undivided mini-batch, up to rounding:
+
+        - of means, ``sum(w[i] * l[i]) / sum(w)``, where ``w[i]`` is what micro-batch ``i``'s mean
+          was divided by. That is its number of rows; for torch's ``cross_entropy`` and
+          ``nll_loss``, and for a ``functools.partial`` or the module of one, the number of
+          targets that are not ``ignore_index``, each counted by the ``weight`` of its class. For
+          any other loss in which rows do not count the same, ``weight`` says it. A micro-batch
+          of weight 0 contributes nothing.
+        - of sums, ``sum(l[i])``.
+
+        Args:
+            inputs: what the first layer takes: as in ``pipe(inputs)``, a tuple as in
+                ``pipe(*inputs)``.
+            targets: a pytree with tensors that have as many rows as the inputs, divided alike;
+                sent to the last stage only. `NoChunk` holds here, too.
+            loss_fn: called as ``loss_fn(output, targets)`` for each micro-batch, under the
+                driver's autocast; returns a floating point tensor without dimensions, or a tuple
+                of it and anything else for metrics. It is sent by pickle, and what it changes in
+                itself stays there; it holds no parameters to train.
+            reduction: ``"mean"`` or ``"sum"``; by default what ``loss_fn`` has as its
+                ``reduction``, and ``"mean"`` if it has none.
+            weight: called with each micro-batch's targets, on the driver; returns its ``w[i]``,
+                a number of at least 0.
+            kwargs: keyword arguments of the first layer.
+
+        Returns:
+            The loss, a tensor without dimensions on the driver's host memory, to call
+            ``backward()`` on. If ``loss_fn`` returns ``(loss, aux)``, the loss and ``aux``, which
+            is detached: tensors are concatenated along dimension 0, those without dimensions
+            stacked to shape ``(m,)``, all else must be equal for all micro-batches.
+
+        Raises:
+            TypeError, ValueError: the arguments are not as described; nothing was sent.
+            StageError: a layer or ``loss_fn`` (with phase ``"loss"``) raised; the pipe can be
+                used on.
+            StageLost: a process of the pipeline is gone.
+        """
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        whole = args, dict(kwargs or {}), targets
+        batches = microbatch.scatter(whole, self.chunks)
+        parts = None
+        if reduction_of(loss_fn, reduction) == "mean":
+            rows = microbatch.sizes(microbatch.check(whole), self.chunks)
+            parts = shares(loss_fn, [batch[2] for batch in batches], rows, weight)
+        packed = Loss.pack(loss_fn, parts or [])
+        losses, *aux = self._step(whole, batches, packed)
+        total = combine(losses, parts)
+        return (total, *aux) if aux else total
 
     def _order(self, m: int) -> Order:
         if self._saving is not None:

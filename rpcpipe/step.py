@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from rpcpipe import boundary, microbatch, schedule, transport, trees
 from rpcpipe.errors import Failure
-from rpcpipe.mailbox import Mailbox, Parcel
+from rpcpipe.loss import TARGETS
+from rpcpipe.mailbox import Mailbox, Name, Parcel
 from rpcpipe.stage import Order
 
 if TYPE_CHECKING:
@@ -64,8 +65,11 @@ class Step:
 
     # ------------------------------------------------------------------------------- forward
 
-    def _outgoing(self, batch: Any) -> Parcel:
-        """A micro-batch as it is sent: without grad, or as leaves for its gradient."""
+    def _outgoing(self, batch: Any) -> dict[Name, Parcel]:
+        """A micro-batch as it is sent: without grad, or as leaves for its gradient.
+
+        Its targets, if there are any, go to the last stage straight away.
+        """
 
         def send(tensor: Tensor) -> Tensor:
             grad = self.order.grad and tensor.requires_grad
@@ -74,9 +78,11 @@ class Step:
                 tensor = tensor.clone()
             return tensor.to("cpu").requires_grad_(grad)
 
-        args, kwargs = trees.map_tensors(send, batch)
-        self._leaves.append([t for t in trees.tensors((args, kwargs)) if t.requires_grad])
-        return Parcel(args, kwargs)
+        args, kwargs, *targets = trees.map_tensors(send, batch)
+        leaves = trees.tensors((args, kwargs, targets))
+        self._leaves.append([t for t in leaves if t.requires_grad])
+        inputs: dict[Name, Parcel] = {None: Parcel(args, kwargs)}
+        return {**inputs, TARGETS: Parcel(tuple(targets))} if targets else inputs
 
     def forward(self) -> list[Any]:
         """Run the forward programs; returns the last stage's value for each micro-batch."""
@@ -102,12 +108,14 @@ class Step:
     def _exchange(self) -> list[Any]:
         """Start every stage, and ask the last one for all micro-batches."""
         number = self.order.step
-        for i, parcel in enumerate(self._batches):
-            self._port.put(number, i, None, parcel)
+        for i, parcels in enumerate(self._batches):
+            for name, parcel in parcels.items():
+                self._port.put(number, i, name, parcel)
         self._batches = []
+        orders = [replace(self.order, program=program, loss=None) for program in self._programs]
+        orders[-1] = replace(orders[-1], loss=self.order.loss)
         begun = [
-            stage.call("begin", replace(self.order, program=program))
-            for stage, program in zip(self._stages, self._programs, strict=True)
+            stage.call("begin", order) for stage, order in zip(self._stages, orders, strict=True)
         ]
         answers = [self._stages[-1].call("take", number, i, None) for i in range(self.order.m)]
         for j, answer in enumerate(begun):
