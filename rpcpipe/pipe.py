@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from rpcpipe.finite import require_finite
 from rpcpipe.loss import Loss, combine, reduction_of, shares
 from rpcpipe.mailbox import Name, require_picklable
 from rpcpipe.optim import PipeOptimizer
+from rpcpipe.predict import predict
 from rpcpipe.shipping import require_sendable
 from rpcpipe.skip.layout import SkipLayout
 from rpcpipe.stage import Order, Stage
@@ -396,6 +397,50 @@ class Pipe(nn.Module):
         losses, *aux = self._step(whole, batches, packed)
         total = combine(losses, parts)
         return (total, *aux) if aux else total
+
+    def predict(
+        self, batches: Iterable[Any], *, in_flight: int | None = None
+    ) -> Generator[Any, None, None]:
+        """Run the module on one mini-batch after the other, without gradients.
+
+        Mini-batches follow each other through the stages without a gap: the next ones are on
+        their way while the caller works on a result. What is asked of the pipe between two
+        results comes after those under way, which thus have seen parameters and mode
+        (``eval()``), as they were when they were started.
+
+        A failed mini-batch raises in its turn, after the results before it; so does what
+        ``batches`` raises. Closing the generator drops what is under way.
+
+        Args:
+            batches: mini-batches, each as in ``pipe(batch)``, a tuple as in ``pipe(*batch)``;
+                read up to ``in_flight`` ahead.
+            in_flight: at most so many mini-batches are read and not yet yielded, which bounds
+                memory; by default enough to keep every stage busy.
+
+        Yields:
+            What ``pipe`` returns for each, in order.
+
+        Raises:
+            TypeError, ValueError: ``in_flight`` is no positive whole number; or in its turn, a
+                mini-batch cannot be divided.
+            StageError: a layer raised.
+            StageLost: a process of the pipeline is gone.
+        """
+        if in_flight is None:
+            in_flight = 2 + -(-self._world.stages // self.chunks)
+        if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
+            raise ValueError(f"in_flight= is a whole number of at least 1, got {in_flight!r}")
+        return predict(self._begin, batches, in_flight)
+
+    @torch.no_grad()
+    def _begin(self, inputs: Any) -> Step:
+        """Start on a mini-batch that no backward pass follows."""
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        batches = microbatch.scatter((args, {}), self.chunks)
+        require_picklable(batches[0])
+        step = Step(self, self._order(len(batches)), batches, None)
+        step.begin()
+        return step
 
     def _order(self, m: int) -> Order:
         if self._saving is not None:
