@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from rpcpipe import shipping, trees
 
 __all__ = ["TARGETS", "Loss", "LossFailed", "combine", "reduction_of", "shares"]
 
@@ -64,7 +65,7 @@ class Loss:
             raise LossFailed from exc
         if i in self.empty:
             loss = torch.zeros_like(loss)
-        return loss, *pytree.tree_map_only(Tensor, Tensor.detach, aux)
+        return loss, *trees.map_tensors(Tensor.detach, aux)
 
 
 def _dump(fn: Callable[..., Any]) -> bytes:
@@ -77,8 +78,8 @@ def _dump(fn: Callable[..., Any]) -> bytes:
             "freeze it by requires_grad_(False)"
         )
     try:
-        return pickle.dumps(fn)
-    except (pickle.PicklingError, AttributeError, TypeError) as exc:
+        return shipping.dumps(fn)
+    except shipping.REFUSALS as exc:
         raise TypeError(
             f"loss_fn runs in the last stage and is sent there by pickle, which cannot take it: "
             f"{exc}. Give a function defined at the top level of a file, functools.partial of "
@@ -90,7 +91,7 @@ def _moved(fn: Any, device: torch.device) -> Any:
     if isinstance(fn, nn.Module):
         return fn.to(device)
     if isinstance(fn, functools.partial):
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to(device), (fn.args, fn.keywords))
+        args, kwargs = trees.map_tensors(lambda t: t.to(device), (fn.args, fn.keywords))
         return functools.partial(fn.func, *args, **kwargs)
     return fn
 

@@ -33,6 +33,7 @@ from rpcpipe import (
 from rpcpipe.batchnorm import has_batch_norm
 from rpcpipe.build import Part, build, check_module, divide, serialize
 from rpcpipe.checkpoint import AutocastState
+from rpcpipe.cut import cut
 from rpcpipe.errors import Failure
 from rpcpipe.finite import require_finite
 from rpcpipe.loss import Loss, combine, reduction_of, shares
@@ -200,6 +201,52 @@ class Pipe(nn.Module):
 
     # ---------------------------------------------------------------------------- construction
 
+    @classmethod
+    def from_module(
+        cls,
+        model: nn.Module,
+        world: World,
+        sample: Any,
+        *,
+        split: Sequence[str] | None = None,
+        **options: Any,
+    ) -> Pipe:
+        """Make a pipe of a module that is no ``nn.Sequential``.
+
+        ``torch.export`` traces it, once in training and once in evaluation mode, and the trace is
+        cut into the stages; values that a later stage needs go straight to it. Parameters and
+        buffers keep their names. Inputs may have any number of rows, and must otherwise be like
+        the sample, in shape, type and structure. What ``forward`` decides by the values it
+        computes cannot be traced, and what it decides by anything else is settled by the trace.
+
+        Args:
+            model: on the CPU, in the mode the pipe is to begin with; it is not changed.
+            world: what ``run`` called the training function with.
+            sample: what the model is called with, with at least two rows: a tuple of arguments, a
+                dict of keyword arguments (the pipe then takes them as a dict as well), or one
+                argument.
+            split: names, as in ``model.named_modules()``, of the modules that the second and
+                later stages begin with; by default such that stages have about the same number of
+                floating point operations.
+            options: as of `Pipe`: ``chunks``, ``checkpoint``, ``seed``, ``devices`` and so on.
+
+        Raises:
+            TypeError: ``sample`` is not what the model takes.
+            ValueError: the model cannot be traced, or cannot be cut there; or an option does not
+                go with it.
+        """
+        for name in ("balance", "sample"):
+            if name in options:
+                raise ValueError(f"from_module cuts by split=, {name}= is for an nn.Sequential")
+        if options.get("deferred_batch_norm") and has_batch_norm(model):
+            raise ValueError(
+                "deferred_batch_norm=True needs batch norm as layers, and a traced module has it "
+                "as an operation: write the model as nn.Sequential(...), or leave it out"
+            )
+        segments = nn.Sequential(*cut(model, sample, world.stages, split))
+        segments.training = model.training
+        return cls(segments, world, balance=[1] * world.stages, **options)
+
     def _connect(self, skips: SkipLayout) -> None:
         # The pipe alone keeps them alive. Those that hold each other would stay for ever.
         port, stages = self._remote_port.borrowed(), [s.borrowed() for s in self._stages]
@@ -274,6 +321,11 @@ class Pipe(nn.Module):
         return self._step((args, kwargs), batches, None)
 
     def _step(self, inputs: Any, batches: list[Any], loss: Loss | None) -> Any:
+        self._require_sound(batches)
+        with self._turn:
+            return self._run(batches, inputs, loss)
+
+    def _require_sound(self, batches: list[Any]) -> None:
         require_picklable(batches[0])
         if self._replicas is not None:
             self._replicas.require_unbroken()
@@ -284,8 +336,6 @@ class Pipe(nn.Module):
                 for leaf in pytree.tree_leaves(batch)
                 if isinstance(leaf, Tensor)
             )
-        with self._turn:
-            return self._run(batches, inputs, loss)
 
     def _run(self, batches: list[Any], inputs: Any, loss: Loss | None) -> Any:
         order = replace(self._order(len(batches)), loss=loss)
@@ -437,9 +487,10 @@ class Pipe(nn.Module):
         """Start on a mini-batch that no backward pass follows."""
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         batches = microbatch.scatter((args, {}), self.chunks)
-        require_picklable(batches[0])
-        step = Step(self, self._order(len(batches)), batches, None)
-        step.begin()
+        self._require_sound(batches)
+        with self._turn:
+            step = Step(self, self._order(len(batches)), batches, None)
+            step.begin()
         return step
 
     def _order(self, m: int) -> Order:
