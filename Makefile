@@ -8,7 +8,7 @@ FAULTS ?= 100
 READY := .venv/.ready
 BIN := .venv/bin
 
-EXPERIMENTS := $(addprefix experiment-,speed memory accuracy ablation)
+EXPERIMENTS := $(addprefix experiment-,speed memory accuracy ablation prediction)
 
 .PHONY: help setup demo test test-faults test-gpu soak check format wheel clean $(EXPERIMENTS)
 
@@ -41,6 +41,7 @@ experiment-speed: ## throughput by stages and micro-batches, next to the papers'
 experiment-memory: ## the largest model for a memory limit in each stage
 experiment-accuracy: ## the same ResNet with and without a pipe, over three seeds
 experiment-ablation: ## each component switched off alone
+experiment-prediction: ## how busy predict keeps the slowest stage
 $(EXPERIMENTS): $(READY)
 	$(BIN)/python -m benchmarks.$(@:experiment-%=%) $(ARGS)
 

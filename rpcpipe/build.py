@@ -22,7 +22,8 @@ def check_module(module: Any) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             "a pipe divides an nn.Sequential between its layers; "
-            f"got {type(module).__name__}: write the model as nn.Sequential(...)"
+            f"got {type(module).__name__}: write the model as nn.Sequential(...), or let "
+            "Pipe.from_module trace and cut it"
         )
     if type(module).forward is not nn.Sequential.forward:
         raise TypeError(
@@ -34,7 +35,18 @@ def check_module(module: Any) -> None:
 def divide(module: nn.Sequential, balance: Sequence[int]) -> list[dict[str, nn.Module]]:
     """The layers of each stage by name; a layer used twice has two names."""
     layers = iter(module._modules.items())
-    return [dict(itertools.islice(layers, count)) for count in balance]
+    parts = [dict(itertools.islice(layers, count)) for count in balance]
+    # A whole stage has no name of its own in the model it was cut out of.
+    return [_unnamed(part) if _is_whole(part) else part for part in parts]
+
+
+def _is_whole(part: dict[str, nn.Module]) -> bool:
+    return any(isinstance(layer, Partition) for layer in part.values())
+
+
+def _unnamed(part: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    (whole,) = part.values()
+    return {"": whole}
 
 
 def serialize(part: dict[str, nn.Module]) -> bytes:
@@ -85,7 +97,8 @@ def build(stage: Stage, part: Part) -> None:
     torch.manual_seed(checkpoint.derive(part.initial_seed, 1, stage.index))
     own = checkpoint.RngState.capture(stage.device)
     before.restore()
-    partition = Partition(OrderedDict(layers))
+    whole = layers.get("")
+    partition = whole if isinstance(whole, Partition) else Partition(OrderedDict(layers))
     partition.first, partition.seed = part.first, part.seed
     partition.training = part.training  # only when the driver's changes, that of the layers does
     if part.deferred:

@@ -6,10 +6,11 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,13 @@ from rpcpipe import (
 from rpcpipe.batchnorm import has_batch_norm
 from rpcpipe.build import Part, build, check_module, divide, serialize
 from rpcpipe.checkpoint import AutocastState
+from rpcpipe.cut import cut
 from rpcpipe.errors import Failure
 from rpcpipe.finite import require_finite
+from rpcpipe.loss import Loss, combine, reduction_of, shares
 from rpcpipe.mailbox import Name, require_picklable
 from rpcpipe.optim import PipeOptimizer
+from rpcpipe.predict import predict
 from rpcpipe.shipping import require_sendable
 from rpcpipe.skip.layout import SkipLayout
 from rpcpipe.stage import Order, Stage
@@ -197,6 +201,52 @@ class Pipe(nn.Module):
 
     # ---------------------------------------------------------------------------- construction
 
+    @classmethod
+    def from_module(
+        cls,
+        model: nn.Module,
+        world: World,
+        sample: Any,
+        *,
+        split: Sequence[str] | None = None,
+        **options: Any,
+    ) -> Pipe:
+        """Make a pipe of a module that is no ``nn.Sequential``.
+
+        ``torch.export`` traces it, once in training and once in evaluation mode, and the trace is
+        cut into the stages; values that a later stage needs go straight to it. Parameters and
+        buffers keep their names. Inputs may have any number of rows, and must otherwise be like
+        the sample, in shape, type and structure. What ``forward`` decides by the values it
+        computes cannot be traced, and what it decides by anything else is settled by the trace.
+
+        Args:
+            model: on the CPU, in the mode the pipe is to begin with; it is not changed.
+            world: what ``run`` called the training function with.
+            sample: what the model is called with, with at least two rows: a tuple of arguments, a
+                dict of keyword arguments (the pipe then takes them as a dict as well), or one
+                argument.
+            split: names, as in ``model.named_modules()``, of the modules that the second and
+                later stages begin with; by default such that stages have about the same number of
+                floating point operations.
+            options: as of `Pipe`: ``chunks``, ``checkpoint``, ``seed``, ``devices`` and so on.
+
+        Raises:
+            TypeError: ``sample`` is not what the model takes.
+            ValueError: the model cannot be traced, or cannot be cut there; or an option does not
+                go with it.
+        """
+        for name in ("balance", "sample"):
+            if name in options:
+                raise ValueError(f"from_module cuts by split=, {name}= is for an nn.Sequential")
+        if options.get("deferred_batch_norm") and has_batch_norm(model):
+            raise ValueError(
+                "deferred_batch_norm=True needs batch norm as layers, and a traced module has it "
+                "as an operation: write the model as nn.Sequential(...), or leave it out"
+            )
+        segments = nn.Sequential(*cut(model, sample, world.stages, split))
+        segments.training = model.training
+        return cls(segments, world, balance=[1] * world.stages, **options)
+
     def _connect(self, skips: SkipLayout) -> None:
         # The pipe alone keeps them alive. Those that hold each other would stay for ever.
         port, stages = self._remote_port.borrowed(), [s.borrowed() for s in self._stages]
@@ -268,6 +318,14 @@ class Pipe(nn.Module):
             StageLost: a process of the pipeline is gone.
         """
         batches = microbatch.scatter((args, kwargs), self.chunks)
+        return self._step((args, kwargs), batches, None)
+
+    def _step(self, inputs: Any, batches: list[Any], loss: Loss | None) -> Any:
+        self._require_sound(batches)
+        with self._turn:
+            return self._run(batches, inputs, loss)
+
+    def _require_sound(self, batches: list[Any]) -> None:
         require_picklable(batches[0])
         if self._replicas is not None:
             self._replicas.require_unbroken()
@@ -278,11 +336,9 @@ class Pipe(nn.Module):
                 for leaf in pytree.tree_leaves(batch)
                 if isinstance(leaf, Tensor)
             )
-        with self._turn:
-            return self._run(batches, (args, kwargs))
 
-    def _run(self, batches: list[Any], inputs: Any) -> Any:
-        order = self._order(len(batches))
+    def _run(self, batches: list[Any], inputs: Any, loss: Loss | None) -> Any:
+        order = replace(self._order(len(batches)), loss=loss)
         if not order.grad:
             step = Step(self, order, batches, None)
             return microbatch.gather(step.forward())
@@ -305,6 +361,137 @@ class Pipe(nn.Module):
                 "loss.backward() outside of it, or give ddp=False"
             )
         return Step(self, order, batches, transport.Tape()).attach(inputs)
+
+    @overload
+    def loss(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: Callable[..., Tensor],
+        *,
+        reduction: str | None = None,
+        weight: Callable[[Any], Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def loss(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: Callable[..., tuple[Tensor, Any]],
+        *,
+        reduction: str | None = None,
+        weight: Callable[[Any], Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[Tensor, Any]: ...
+
+    def loss(
+        self,
+        inputs: Any,
+        targets: Any,
+        loss_fn: Callable[..., Any],
+        *,
+        reduction: str | None = None,
+        weight: Callable[[Any], Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return ``loss_fn(pipe(inputs), targets)``, computed in the last stage.
+
+        The outputs stay there, and only the loss of each micro-batch comes to the driver. They are
+        put together so that the result is that of the undivided mini-batch, up to rounding:
+
+        - of means, ``sum(w[i] * l[i]) / sum(w)``, where ``w[i]`` is what micro-batch ``i``'s mean
+          was divided by. That is its number of rows; for torch's ``cross_entropy`` and
+          ``nll_loss``, and for a ``functools.partial`` or the module of one, the number of
+          targets that are not ``ignore_index``, each counted by the ``weight`` of its class. For
+          any other loss in which rows do not count the same, ``weight`` says it. A micro-batch
+          of weight 0 contributes nothing.
+        - of sums, ``sum(l[i])``.
+
+        Args:
+            inputs: what the first layer takes: as in ``pipe(inputs)``, a tuple as in
+                ``pipe(*inputs)``.
+            targets: a pytree with tensors that have as many rows as the inputs, divided alike;
+                sent to the last stage only. `NoChunk` holds here, too.
+            loss_fn: called as ``loss_fn(output, targets)`` for each micro-batch, under the
+                driver's autocast; returns a floating point tensor without dimensions, or a tuple
+                of it and anything else for metrics. It is sent by pickle, and what it changes in
+                itself stays there; it holds no parameters to train.
+            reduction: ``"mean"`` or ``"sum"``; by default what ``loss_fn`` has as its
+                ``reduction``, and ``"mean"`` if it has none.
+            weight: called with each micro-batch's targets, on the driver; returns its ``w[i]``,
+                a number of at least 0.
+            kwargs: keyword arguments of the first layer.
+
+        Returns:
+            The loss, a tensor without dimensions on the driver's host memory, to call
+            ``backward()`` on. If ``loss_fn`` returns ``(loss, aux)``, the loss and ``aux``, which
+            is detached: tensors are concatenated along dimension 0, those without dimensions
+            stacked to shape ``(m,)``, all else must be equal for all micro-batches.
+
+        Raises:
+            TypeError, ValueError: the arguments are not as described; nothing was sent.
+            StageError: a layer or ``loss_fn`` (with phase ``"loss"``) raised; the pipe can be
+                used on.
+            StageLost: a process of the pipeline is gone.
+        """
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        whole = args, dict(kwargs or {}), targets
+        batches = microbatch.scatter(whole, self.chunks)
+        parts = None
+        if reduction_of(loss_fn, reduction) == "mean":
+            rows = microbatch.sizes(microbatch.check(whole), self.chunks)
+            parts = shares(loss_fn, [batch[2] for batch in batches], rows, weight)
+        packed = Loss.pack(loss_fn, parts or [])
+        losses, *aux = self._step(whole, batches, packed)
+        total = combine(losses, parts)
+        return (total, *aux) if aux else total
+
+    def predict(
+        self, batches: Iterable[Any], *, in_flight: int | None = None
+    ) -> Generator[Any, None, None]:
+        """Run the module on one mini-batch after the other, without gradients.
+
+        Mini-batches follow each other through the stages without a gap: the next ones are on
+        their way while the caller works on a result. What is asked of the pipe between two
+        results comes after those under way, which thus have seen parameters and mode
+        (``eval()``), as they were when they were started.
+
+        A failed mini-batch raises in its turn, after the results before it; so does what
+        ``batches`` raises. Closing the generator drops what is under way.
+
+        Args:
+            batches: mini-batches, each as in ``pipe(batch)``, a tuple as in ``pipe(*batch)``;
+                read up to ``in_flight`` ahead.
+            in_flight: at most so many mini-batches are read and not yet yielded, which bounds
+                memory; by default enough to keep every stage busy.
+
+        Yields:
+            What ``pipe`` returns for each, in order.
+
+        Raises:
+            TypeError, ValueError: ``in_flight`` is no positive whole number; or in its turn, a
+                mini-batch cannot be divided.
+            StageError: a layer raised.
+            StageLost: a process of the pipeline is gone.
+        """
+        if in_flight is None:
+            in_flight = 2 + -(-self._world.stages // self.chunks)
+        if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
+            raise ValueError(f"in_flight= is a whole number of at least 1, got {in_flight!r}")
+        return predict(self._begin, batches, in_flight)
+
+    @torch.no_grad()
+    def _begin(self, inputs: Any) -> Step:
+        """Start on a mini-batch that no backward pass follows."""
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        batches = microbatch.scatter((args, {}), self.chunks)
+        self._require_sound(batches)
+        with self._turn:
+            step = Step(self, self._order(len(batches)), batches, None)
+            step.begin()
+        return step
 
     def _order(self, m: int) -> Order:
         if self._saving is not None:

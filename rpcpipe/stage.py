@@ -22,6 +22,7 @@ from rpcpipe import batchnorm, boundary, checkpoint, stacks, transport, trees
 from rpcpipe.averaging import Averaging, local
 from rpcpipe.errors import Failure, StageLost
 from rpcpipe.finite import require_finite
+from rpcpipe.loss import TARGETS, Loss, LossFailed
 from rpcpipe.mailbox import Mailbox, Name, Parcel, require_picklable
 from rpcpipe.schedule import Program, Task
 from rpcpipe.skip.namespace import Key
@@ -49,6 +50,7 @@ class Order:
     autocast: checkpoint.AutocastState
     check_finite: bool = False  # whether a value that is not finite is a failure
     average: bool = True  # gradients over the replicas, in the last backward pass
+    loss: Loss | None = None  # for the last stage, which then also takes targets
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,7 @@ class Stage:
         self.averaging = Averaging()
         self.events: list[Event] | None = None  # a list while recording
         self.extras: dict[str, Any] = {}  # optimizers and the like, which belong to other rooms
+        self._unpacked: tuple[bytes, Callable[..., Any]] | None = None  # the last loss function
         self._mailbox = Mailbox()
         self._runs: dict[int, _Run] = {}
         self._collectors: weakref.WeakValueDictionary[int, _Collector] = (
@@ -221,9 +224,10 @@ class Stage:
 
     def begin(self, order: Order) -> None:
         """Ask for all inputs of the mini-batch, ahead of need, and start on its program."""
-        run = self._runs[order.step] = _Run(order, list(self._sources))
+        sources = self._sources if order.loss is None else {**self._sources, TARGETS: self._driver}
+        run = self._runs[order.step] = _Run(order, list(sources))
         for i in range(order.m):
-            for name, source in self._sources.items():
+            for name, source in sources.items():
                 answer = source.call("take", order.step, i, name)
                 answer.add_done_callback(_forward_to(run.received[i][name]))
         self._jobs.put(lambda: self._advance(run))
@@ -369,7 +373,10 @@ class Stage:
         except _Dropped:
             raise
         except BaseException as exc:
-            failure = Failure.capture(exc).at(self.index, i, phases[kind])
+            phase = phases[kind]
+            if isinstance(exc, LossFailed):
+                exc, phase = exc.__cause__ or exc, "loss"
+            failure = Failure.capture(exc).at(self.index, i, phase)
             if kind == "F":
                 self._fail_forward(run, i, failure)
             else:
@@ -440,15 +447,17 @@ class Stage:
         copy = spare and self._works_in_place is not False
         given = trees.map_tensors(boundary.copy if copy else boundary.alias, kept.given)
         versions = [t._version for t in trees.tensors(given)] if not order.inference else []
-        parcel = given.pop(None)
+        parcel, targets = given.pop(None), given.pop(TARGETS, None)
         store = SkipStore(given)
         self.partition.at = (order.count, i)
         with order.autocast.enter(), use_store(store):
             value = self.module(*parcel.args, **parcel.kwargs)
+            if order.loss is not None:
+                value = order.loss.call(self._loss_fn(order.loss), i, value, *targets.args)
         results: Values = {**{key: store.take(key) for key in self._exports}, None: value}
         store.require_empty()
         if spare and not order.inference:
-            changed = versions != [t._version for t in trees.tensors([parcel, given])]
+            changed = versions != [t._version for t in trees.tensors([parcel, given, targets])]
             if changed and not copy:
                 raise RuntimeError(
                     "a layer changes in place what its stage was given, and did not do so for the "
@@ -457,6 +466,12 @@ class Stage:
                 )
             self._works_in_place = self._works_in_place or changed
         return results
+
+    def _loss_fn(self, loss: Loss) -> Callable[..., Any]:
+        """Unpacked once, as long as it is the same."""
+        if self._unpacked is None or self._unpacked[0] != loss.blob:
+            self._unpacked = loss.blob, loss.unpack(self.device)
+        return self._unpacked[1]
 
     def _cross(
         self, run: _Run, i: int, received: Values, outputs: list[Tensor], sent: Values

@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from rpcpipe import boundary, microbatch, schedule, transport, trees
 from rpcpipe.errors import Failure, StageLost, StageTimeout
-from rpcpipe.mailbox import Mailbox, Parcel
+from rpcpipe.loss import TARGETS
+from rpcpipe.mailbox import Mailbox, Name, Parcel
 from rpcpipe.stage import Order
 
 if TYPE_CHECKING:
@@ -65,8 +66,11 @@ class Step:
 
     # ------------------------------------------------------------------------------- forward
 
-    def _outgoing(self, batch: Any) -> Parcel:
-        """A micro-batch as it is sent: without grad, or as leaves for its gradient."""
+    def _outgoing(self, batch: Any) -> dict[Name, Parcel]:
+        """A micro-batch as it is sent: without grad, or as leaves for its gradient.
+
+        Its targets, if there are any, go to the last stage straight away.
+        """
 
         def send(tensor: Tensor) -> Tensor:
             grad = self.order.grad and tensor.requires_grad
@@ -75,25 +79,45 @@ class Step:
                 tensor = tensor.clone()
             return tensor.to("cpu").requires_grad_(grad)
 
-        args, kwargs = trees.map_tensors(send, batch)
-        self._leaves.append([t for t in trees.tensors((args, kwargs)) if t.requires_grad])
-        return Parcel(args, kwargs)
+        args, kwargs, *targets = trees.map_tensors(send, batch)
+        leaves = trees.tensors((args, kwargs, targets))
+        self._leaves.append([t for t in leaves if t.requires_grad])
+        inputs: dict[Name, Parcel] = {None: Parcel(args, kwargs)}
+        return {**inputs, TARGETS: Parcel(tuple(targets))} if targets else inputs
 
     def forward(self) -> list[Any]:
         """Run the forward programs; returns the last stage's value for each micro-batch."""
-        number, m = self.order.step, self.order.m
-        self._port.steps[number] = self
         self._live = True
         try:
             parcels = self._tape.run(self._exchange) if self._tape else self._exchange()
         except BaseException as exc:
             self.drop(Failure.capture(exc))
             raise
+        return self._values(parcels)
+
+    def begin(self) -> None:
+        """Start the forward programs, for `end` to return what `forward` would; without grad."""
+        self._live = True
+        try:
+            self._answers = self._send()
+        except BaseException as exc:
+            self.drop(Failure.capture(exc))
+            raise
+
+    def end(self) -> list[Any]:
+        try:
+            parcels = self._receive(self._answers)
+        except BaseException as exc:
+            self.drop(Failure.capture(exc))
+            raise
+        return self._values(parcels)
+
+    def _values(self, parcels: list[Any]) -> list[Any]:
         failures = [(i, p) for i, p in enumerate(parcels) if isinstance(p, Failure)]
         if failures:
             # The first in the order of the schedule: micro-batch i is in stage j at cycle i + j.
             self._give_up(min(failures, key=lambda found: (found[0] + found[1].stage, found[0]))[1])
-        assert len(parcels) == m
+        assert len(parcels) == self.order.m
         if self.order.grad:
             self._ends = [boundary.received(trees.tensors(parcel)) for parcel in parcels]
         else:
@@ -102,22 +126,34 @@ class Step:
         return [parcel.args[0] for parcel in parcels]
 
     def _exchange(self) -> list[Any]:
-        """Start every stage, and ask the last one for all micro-batches."""
+        return self._receive(self._send())
+
+    def _send(self) -> list[Future[Any]]:
+        """Start every stage, and ask the last one for all micro-batches.
+
+        Returns when all have begun: calls overtake each other, mini-batches must not.
+        """
         number = self.order.step
-        for i, parcel in enumerate(self._batches):
-            self._port.put(number, i, None, parcel)
+        self._port.steps[number] = self
+        for i, parcels in enumerate(self._batches):
+            for name, parcel in parcels.items():
+                self._port.put(number, i, name, parcel)
         self._batches = []
+        orders = [replace(self.order, program=program, loss=None) for program in self._programs]
+        orders[-1] = replace(orders[-1], loss=self.order.loss)
         begun = [
-            stage.call("begin", replace(self.order, program=program))
-            for stage, program in zip(self._stages, self._programs, strict=True)
+            stage.call("begin", order) for stage, order in zip(self._stages, orders, strict=True)
         ]
         answers = [self._stages[-1].call("take", number, i, None) for i in range(self.order.m)]
         for j, answer in enumerate(begun):
             failure = transport.wait(answer, f"stage {j} to begin step {number}")
             if isinstance(failure, Failure):
-                return [failure.at(j, None, "begin")]
+                return [transport.completed(failure.at(j, None, "begin"))]
+        return answers
+
+    def _receive(self, answers: list[Future[Any]]) -> list[Any]:
         return [
-            transport.wait(answer, f"micro-batch {i} of step {number}")
+            transport.wait(answer, f"micro-batch {i} of step {self.order.step}")
             for i, answer in enumerate(answers)
         ]
 
@@ -260,11 +296,22 @@ class Step:
         if self._tape is not None:
             self._tape.close()
 
+    def abandon(self) -> None:
+        """Have the step forgotten, without waiting; may be called from anywhere."""
+        self._live = False
+        why = Failure("the output of the step was dropped", "", "", b"")
+        number, stages, port = self.order.step, self._stages, self._port
+
+        def drop() -> None:
+            port.drop(number, why)
+            for stage in stages:
+                stage.call("drop", number, why)
+
+        transport.later(drop)
+
     def __del__(self) -> None:
         if self._live:  # the output is gone, and with it any way to a backward pass
-            why = Failure("the output of the step was dropped", "", "", b"")
-            number, stages = self.order.step, self._stages
-            transport.later(lambda: [stage.call("drop", number, why) for stage in stages])
+            self.abandon()
 
 
 class _Shape:

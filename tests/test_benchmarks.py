@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import ablation, accuracy, memory, speed
+from benchmarks import ablation, accuracy, memory, prediction, speed
 from benchmarks.emulated import Emulated, chain, hourglass
 from benchmarks.harness import Narrow, Table, even, medians, step
 from rpcpipe import Pipe, World
@@ -51,6 +51,13 @@ def test_accuracy_is_that_of_one_process(world: World) -> None:
     assert table.column("Parameters as in turn")[1:] == ["1 of 1 bitwise"] * 3
     _, in_turn, piped, _ = table.column("Top-1 error (%)")
     assert in_turn == piped
+
+
+@two
+def test_predict_keeps_the_slowest_stage_busier_than_calls_do(world: World) -> None:
+    (table,) = prediction.measure(world, quick=True)
+    (calls,), (predicted,) = table.column("One by one"), table.column("predict")
+    assert float(calls.rstrip("%")) < float(predicted.rstrip("%"))
 
 
 @two

@@ -47,7 +47,7 @@ class pop:
         self.name = name
 
 
-class _Skips(NamedTuple):
+class Skips(NamedTuple):
     stash: frozenset[str]
     pop: frozenset[str]
 
@@ -81,7 +81,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
     Raises:
         TypeError: ``stash`` or ``pop`` is a string, not an iterable of names.
     """
-    declared = _Skips(_names("stash", stash), _names("pop", pop))
+    declared = Skips(_names("stash", stash), _names("pop", pop))
 
     def decorate(cls: type[M]) -> type[M]:
         setattr(cls, _DECLARED, declared)
@@ -121,7 +121,7 @@ class _Pass:
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
-        self.declared = skips_of(layer) or _Skips(frozenset(), frozenset())
+        self.declared = skips_of(layer) or Skips(frozenset(), frozenset())
         self.to_stash = set(self.declared.stash)
         self.to_pop = set(self.declared.pop)
 
@@ -205,7 +205,7 @@ def isolate(layer: M, ns: Namespace, *, only: Iterable[str] | None = None) -> M:
     Raises:
         ValueError: ``only`` has a name that the layer did not declare.
     """
-    declared = skips_of(layer) or _Skips(frozenset(), frozenset())
+    declared = skips_of(layer) or Skips(frozenset(), frozenset())
     known = declared.stash | declared.pop
     names = known if only is None else _names("only", only)
     if names - known:
@@ -218,9 +218,9 @@ def isolate(layer: M, ns: Namespace, *, only: Iterable[str] | None = None) -> M:
     return layer
 
 
-def skips_of(layer: nn.Module) -> _Skips | None:
+def skips_of(layer: nn.Module) -> Skips | None:
     """The declared names, or ``None`` for a module that is not skippable."""
-    return getattr(type(layer), _DECLARED, None)
+    return getattr(layer, _DECLARED, None)
 
 
 def stash_keys(layer: nn.Module) -> list[Key]:
