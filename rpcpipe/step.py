@@ -122,7 +122,7 @@ class Step:
             self._ends = [boundary.received(trees.tensors(parcel)) for parcel in parcels]
         else:
             self._live = False
-            transport.completed_step(number)
+            transport.completed_step(self.order.step)
         return [parcel.args[0] for parcel in parcels]
 
     def _exchange(self) -> list[Any]:
