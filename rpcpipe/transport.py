@@ -37,7 +37,6 @@ __all__ = [
     "join",
     "later",
     "leave",
-    "loopback",
     "prioritize",
     "publish",
     "reference",
@@ -224,22 +223,6 @@ def _do_chores() -> None:
         with contextlib.suppress(RuntimeError):  # the world may have ended before
             chore()
         del chore
-
-
-@contextmanager
-def loopback() -> Iterator[None]:
-    """Listen on the loopback interface alone while this is entered."""
-    names = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "lo"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 # --------------------------------------------------------------------------------------- calls
