@@ -153,6 +153,8 @@ def configure(args: argparse.Namespace) -> tuple[LaunchConfig, Any, list[str]]:
         args.stages, args.replicas, args.driver, args.layout, not args.no_pin, args.share_gpu
     )
     os.environ.update(wishes.to_env())
+    # The stores warn of each peer whose name does not resolve.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with _own_threads():
         config, command, command_args = torchrun.config_from_args(args)
     rendezvous.adopt(config)

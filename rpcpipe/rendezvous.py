@@ -91,6 +91,12 @@ class StaticRendezvous(RendezvousHandler):
         return True
 
 
+class _Backend(C10dRendezvousBackend):
+    @property
+    def name(self) -> str:
+        return "rpcpipe-c10d"  # as it is registered
+
+
 def _c10d(params: RendezvousParameters) -> RendezvousHandler:
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
     timeout = float(params.get_as_int("read_timeout", 60) or 60)
@@ -100,7 +106,7 @@ def _c10d(params: RendezvousParameters) -> RendezvousHandler:
         hosting = network.is_own(network.resolve(host))
     store = _serve_or_connect(host, port, timeout) if hosting else None
     store = store or network.connect(host, port, timeout)
-    return create_handler(store, C10dRendezvousBackend(store, params.run_id), params)
+    return create_handler(store, _Backend(store, params.run_id), params)
 
 
 def _serve_or_connect(host: str, port: int, timeout: float) -> dist.TCPStore | None:
