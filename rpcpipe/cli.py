@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -161,15 +162,23 @@ def configure(args: argparse.Namespace) -> tuple[LaunchConfig, Any, list[str]]:
     return config, command, command_args
 
 
-@record
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script."""
     made = parser()
     args = made.parse_args(argv)
-    try:
-        config, command, command_args = configure(args)
-    except ValueError as exc:
-        made.exit(2, f"rpcpipe-run: {exc}\n")
+    # Errors of processes go through files, and torch would leave the folder.
+    with tempfile.TemporaryDirectory(prefix="rpcpipe-run-") as errors:
+        if (args.log_dir, args.redirects, args.tee) == (None, "0", "0"):
+            args.log_dir = errors
+        try:
+            config, command, command_args = configure(args)
+        except ValueError as exc:
+            made.exit(2, f"rpcpipe-run: {exc}\n")
+        _launch(config, command, command_args)
+
+
+@record
+def _launch(config: LaunchConfig, command: Any, command_args: list[str]) -> None:
     elastic_launch(config, command)(*command_args)
 
 
