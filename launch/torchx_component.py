@@ -3,8 +3,6 @@
 torchx run --scheduler local_cwd launch/torchx_component.py:pipeline --stages 2 --script train.py
 """
 
-from __future__ import annotations
-
 import shlex
 
 import torchx.specs as specs

@@ -102,3 +102,16 @@ def _ip(*command: str) -> None:
 
 RUN = (sys.executable, "-m", "rpcpipe.cli")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+RECIPES = Path(__file__).parent.parent / "launch"
+
+
+def put_on_path(folder: Path, **programs: str) -> dict[str, str]:
+    """The environment in which these are found first; and ``rpcpipe-run``, installed or not."""
+    found = folder / "bin"
+    found.mkdir()
+    shim = f'#!/bin/sh\nexec "{sys.executable}" -m rpcpipe.cli "$@"\n'
+    for name, text in {"rpcpipe-run": shim, **programs}.items():
+        (found / name).write_text(text)
+        (found / name).chmod(0o755)
+    here = os.path.dirname(sys.executable)
+    return {"PATH": os.pathsep.join([str(found), here, os.environ["PATH"]])}

@@ -9,13 +9,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
 import yaml
+from hosts import RECIPES, RUN, put_on_path
 from hypothesis import given
 from hypothesis import strategies as st
 from test_run import Ended, Lab, await_line, lab
@@ -27,9 +27,6 @@ from rpcpipe.placement import Arrival, divide_cores, divide_gpus, roles, seats
 from rpcpipe.world import Layout
 
 __all__ = ["lab"]  # a fixture
-
-RUN = (sys.executable, "-m", "rpcpipe.cli")
-RECIPES = Path(__file__).parent.parent / "launch"
 
 
 # --------------------------------------------------------------------------------------- roles
@@ -378,6 +375,7 @@ if __name__ == "__main__":
     assert [f["restarts"] for f in train_ended(ended)] == ["0", "1"]
 
 
+@pytest.mark.timeout(300)
 def test_24_processes_come_up(lab: Lab) -> None:
     """The polling transport that is torch's default gives up at about 18."""
     script = str(lab.script(TRAIN + MAIN))
@@ -507,21 +505,9 @@ SCONTROL = """#!/bin/sh
 """
 
 
-def put_on_path(lab: Lab, **programs: str) -> dict[str, str]:
-    """The environment in which these are found first; and ``rpcpipe-run``, installed or not."""
-    folder = lab.folder / "bin"
-    folder.mkdir()
-    shim = f'#!/bin/sh\nexec "{sys.executable}" -m rpcpipe.cli "$@"\n'
-    for name, text in {"rpcpipe-run": shim, **programs}.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    here = os.path.dirname(sys.executable)
-    return {"PATH": os.pathsep.join([str(folder), here, os.environ["PATH"]])}
-
-
 def test_slurm_recipes(lab: Lab) -> None:
     env = {
-        **put_on_path(lab, srun=SRUN, scontrol=SCONTROL),
+        **put_on_path(lab.folder, srun=SRUN, scontrol=SCONTROL),
         "SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "localhost",
         "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "1", "STAGES": "2",
     }  # fmt: skip
@@ -533,7 +519,8 @@ def test_slurm_recipes(lab: Lab) -> None:
 
 def test_torchrun_recipe(lab: Lab) -> None:
     script = str(lab.script(TRAIN + MAIN))
-    env = put_on_path(lab)
+    # torch leaves its folder for logs where it is not told which.
+    env = {**put_on_path(lab.folder), "PET_LOG_DIR": str(lab.folder / "logs")}
     (found,) = train_ended(lab.run("bash", str(RECIPES / "torchrun.sh"), script, STAGES="2", **env))
     assert len(found["stages"]) == 2
 
@@ -556,7 +543,7 @@ def test_kubernetes_recipe(lab: Lab) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     env = {
-        **put_on_path(lab), "PET_NNODES": str(pods), "PET_MASTER_ADDR": "localhost",
+        **put_on_path(lab.folder), "PET_NNODES": str(pods), "PET_MASTER_ADDR": "localhost",
         "PET_MASTER_PORT": str(port),
     }  # fmt: skip
     nodes = [lab.start(*container["command"], PET_NODE_RANK=str(i), **env) for i in range(pods)]
@@ -574,6 +561,7 @@ def test_torchx_recipe(lab: Lab) -> None:
     assert torchx is not None
     command = (torchx, "run", "--scheduler", "local_cwd", "--wait", "--log")
     component = (f"{RECIPES}/torchx_component.py:pipeline", "--script", "train.py", "--nodes", "2")
-    ended = lab.run(*command, *component, "--port", str(port), **put_on_path(lab))
-    (found,) = train_ended(ended)
+    ended = lab.run(*command, *component, "--port", str(port), **put_on_path(lab.folder))
+    assert ended.code == 0, ended
+    (found,) = facts(ended.out + ended.err)
     assert len(found["stages"]) == 2

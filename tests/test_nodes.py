@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import RUN, TORCHRUN, Hosts
+from hosts import RECIPES, RUN, TORCHRUN, Hosts, put_on_path
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may make network namespaces"),
@@ -21,7 +21,7 @@ pytestmark = [
 
 IMPORTS = """
 import json, os, socket, sys
-import torch
+import psutil, torch
 from torch import nn
 import rpcpipe
 """
@@ -33,6 +33,12 @@ WIDTH = 256
 def sent(stage):
     with open("/sys/class/net/eth0/statistics/tx_bytes") as file:
         return int(file.read())
+
+
+def listening(stage):
+    # all processes of this host
+    ends = [e for p in psutil.process_iter() for e in p.net_connections(kind="tcp")]
+    return sorted({e.laddr.ip for e in ends if e.status == psutil.CONN_LISTEN})
 
 
 def descend(stage):
@@ -59,6 +65,7 @@ def train(world):
         "replica": world.replica,
         "hosts": world.hosts(),
         "losses": losses,
+        "listening": [pipe.apply_to_stage(j, listening) for j in range(n)],
         "sent": [b - a for a, b in zip(before, after)],
     })
     sys.stdout.write(f"facts {line}\\n")
@@ -87,28 +94,22 @@ def finish(*nodes: subprocess.Popen[str]) -> tuple[list[dict[str, Any]], str]:
     return sorted(facts, key=lambda found: found["replica"]), shown
 
 
-def await_listening(hosts: Hosts, i: int, port: int) -> None:
-    """Wait until something on host ``i`` listens on a port."""
-    probe = f"ss -Hltn sport = :{port} | grep -q ."
-    deadline = time.monotonic() + 60
-    while hosts.start(i, "sh", "-c", probe).wait():
-        assert time.monotonic() < deadline
-
-
 def test_two_hosts_by_names_that_are_dead_ends(tmp_path: Path) -> None:
     """Four stages; the host without the store is there first, by some seconds."""
     with Hosts(tmp_path, 2, dead_end=True) as hosts:
         train = script(tmp_path)
-        command = (*RUN, "--nnodes=2", "--stages=4", f"--master-addr={hosts.address(1)}")
-        second = hosts.start(2, *command, "--node-rank=1", train)
+        recipe = ("bash", RECIPES / "two_hosts.sh")
+        env = {"STAGES": "4", **put_on_path(tmp_path)}
+        second = hosts.start(2, *recipe, "1", hosts.address(1), train, **env)
         time.sleep(3.0)  # what is tested is the order, and that it may be long
-        first = hosts.start(1, *command, "--node-rank=0", train)
+        first = hosts.start(1, *recipe, "0", hosts.address(1), train, **env)
         (found,), shown = finish(first, second)
     assert found["hosts"] == [
         "pipe 0: driver node-1:0, stage 0 node-1:0 cpu, stage 1 node-1:1 cpu, "
         "stage 2 node-2:0 cpu, stage 3 node-2:1 cpu"
     ]
     assert "Warning" not in shown
+    assert found["listening"] == [["10.77.0.1"], ["10.77.0.1"], ["10.77.0.2"], ["10.77.0.2"]]
     crossed = 3 * 1024 * 256 * 4  # bytes of activations in three steps
     assert found["sent"][1] > crossed < found["sent"][2]
 
@@ -155,25 +156,17 @@ def test_hosts_that_have_ipv6_alone(tmp_path: Path) -> None:
     assert found["hosts"] == ["pipe 0: driver node-1:0, stage 0 node-1:0 cpu, stage 1 node-2:0 cpu"]
 
 
-@pytest.mark.parametrize("layout", ["pipe-inner", "dp-inner"])
-def test_two_hosts_of_two_replicas(tmp_path: Path, layout: str) -> None:
+def test_the_replicas_of_a_stage_share_a_host(tmp_path: Path) -> None:
+    """Two pipelines of two stages over two hosts, each through the network; both train."""
     with Hosts(tmp_path, 2) as hosts:
         train = script(tmp_path)
         command = (
-            *RUN, "--nnodes=2", "--stages=2", "--replicas=2", f"--layout={layout}",
+            *RUN, "--nnodes=2", "--stages=2", "--replicas=2", "--layout=dp-inner",
             f"--master-addr={hosts.address(1)}",
         )  # fmt: skip
-        found, _ = finish(
-            *[hosts.start(i, *command, f"--node-rank={i - 1}", train) for i in (1, 2)]
-        )
-    lines = {
-        "pipe-inner": [
-            "pipe 0: driver node-1:0, stage 0 node-1:0 cpu, stage 1 node-1:1 cpu",
-            "pipe 1: driver node-2:0, stage 0 node-2:0 cpu, stage 1 node-2:1 cpu",
-        ],
-        "dp-inner": [
-            "pipe 0: driver node-1:0, stage 0 node-1:0 cpu, stage 1 node-2:0 cpu",
-            "pipe 1: driver node-1:1, stage 0 node-1:1 cpu, stage 1 node-2:1 cpu",
-        ],
-    }
-    assert [f["hosts"] for f in found] == [lines[layout]] * 2
+        nodes = [hosts.start(i, *command, f"--node-rank={i - 1}", train) for i in (1, 2)]
+        found, _ = finish(*nodes)
+    assert [f["hosts"] for f in found] == [[
+        "pipe 0: driver node-1:0, stage 0 node-1:0 cpu, stage 1 node-2:0 cpu",
+        "pipe 1: driver node-1:1, stage 0 node-1:1 cpu, stage 1 node-2:1 cpu",
+    ]] * 2  # fmt: skip
