@@ -32,6 +32,7 @@ from rpcpipe import entry, groups, network, placement, saving, transport
 from rpcpipe.errors import StageLost
 from rpcpipe.launched import Launched, Wishes
 from rpcpipe.placement import Arrival, Seat
+from rpcpipe.transport import chosen
 from rpcpipe.world import Layout, Process, World, check_counts, worker_name
 
 __all__ = ["run"]
@@ -58,6 +59,7 @@ def run(
     stages: int | None = None,
     replicas: int = 1,
     driver: str = "auto",
+    transport: str | None = None,
 ) -> T | None:
     """Call ``fn(world, *args)`` in the driver of each pipeline; serve in every other process.
 
@@ -79,6 +81,9 @@ def run(
         driver: ``"shared"`` (in the first stage's process), ``"dedicated"`` (in its own) or
             ``"auto"``, which fits the launcher's number of processes. A plain script's driver is
             always in a process of its own.
+        transport: ``"uv"``, sockets, or ``"shm"``, which takes shared memory within a host, where
+            each process polls: that takes up to a core of its own. By default
+            ``$RPCPIPE_TRANSPORT`` or ``"uv"``. The same in all processes.
 
     Returns:
         What ``fn`` returned, in a driver; ``None`` elsewhere.
@@ -106,9 +111,10 @@ def run(
     if not _running.acquire(blocking=False):
         raise RuntimeError("run() is under way in this process; it can be in one run at a time")
     try:
-        if launched is None:
-            return _run_here(fn, args, layout, wishes)
-        return _run_launched(fn, args, layout, wishes, launched)
+        with chosen(transport):
+            if launched is None:
+                return _run_here(fn, args, layout, wishes)
+            return _run_launched(fn, args, layout, wishes, launched)
     finally:
         _running.release()
 

@@ -270,6 +270,9 @@ def test_slurms_variables_are_read_where_there_is_no_other_launcher() -> None:
     found = Launched.find({**SLURM, **torchrun})
     assert found is not None
     assert (found.world_size, found.single_host) == (2, True)
+    pod = Launched.find({**torchrun, "MASTER_ADDR": "10.0.0.1"})
+    assert pod is not None
+    assert not pod.single_host, "Kubeflow says nothing of other processes of the host"
 
 
 @pytest.mark.parametrize(
@@ -565,3 +568,33 @@ def test_torchx_recipe(lab: Lab) -> None:
     assert ended.code == 0, ended
     (found,) = facts(ended.out + ended.err)
     assert len(found["stages"]) == 2
+
+
+# ------------------------------------------------------------------------------------ transport
+
+
+def test_the_polling_transport_is_taken_when_asked_for_alone(lab: Lab) -> None:
+    ended = lab.run(
+        lab.script("""
+        def threads(stage):
+            names = [f"/proc/self/task/{t}/comm" for t in os.listdir("/proc/self/task")]
+            return {open(name).read().strip() for name in names}
+
+        def train(world):
+            pipe = rpcpipe.Pipe(nn.Sequential(nn.Linear(4, 4)), world, balance=[1])
+            pipe(torch.ones(2, 4)).sum().backward()
+            return "TP_SHM_reactor" in pipe.apply_to_stage(0, threads)
+
+        if __name__ == "__main__":
+            assert not rpcpipe.run(train, stages=1)
+            assert rpcpipe.run(train, stages=1, transport="shm")
+            assert os.environ.get("RPCPIPE_TRANSPORT") is None
+            os.environ["RPCPIPE_TRANSPORT"] = "tcp"
+            try:
+                rpcpipe.run(train, stages=1)
+            except ValueError as exc:
+                assert "is 'uv' or 'shm', got 'tcp'" in str(exc)
+                print("refused")
+        """)
+    )
+    assert (ended.code, ended.out) == (0, "refused\n"), ended
