@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from rpcpipe.world import Layout
 
@@ -27,6 +28,7 @@ class Arrival:
         node: what tells hosts apart that have the same name.
         local_rank: its index on the host, ``None`` where the launcher does not say.
         place: of its host in the order the user has given, if any.
+        grouped: whether its script has initialised ``torch.distributed``.
         gpus: what it sees of them, in the order of its indices.
         cores: those it may run on.
         quota: how many cores' worth of time its control group may take.
@@ -38,6 +40,7 @@ class Arrival:
     node: str
     local_rank: int | None = None
     place: int | None = None
+    grouped: bool = False
     gpus: Sequence[str] = ()
     cores: Sequence[int] = ()
     quota: float | None = None
@@ -55,6 +58,7 @@ class Arrival:
             node or host,
             local_rank,
             place,
+            grouped=dist.is_initialized(),
             gpus=_gpus(),
             cores=sorted(os.sched_getaffinity(0)),
             quota=_quota(),
@@ -124,7 +128,12 @@ def roles(arrivals: Sequence[Arrival], layout: Layout, inner: str = "pipe-inner"
     Hosts are in the order the user has given, or else in that of their names. As many pipelines as
     possible are on one host each (with ``"dp-inner"``: as many stages with all their replicas);
     what remains is divided in order.
+
+    A script that has made process groups before has made them by the launcher's ranks; those are
+    kept then.
     """
+    if any(a.grouped for a in arrivals):
+        return list(range(len(arrivals)))
     pipe_inner = inner == "pipe-inner"
     per_pipeline, replicas = layout.ranks_per_pipeline, layout.replicas
     size = per_pipeline if pipe_inner else replicas

@@ -61,6 +61,11 @@ def test_the_order_of_hosts_that_the_user_has_given_counts() -> None:
     assert describe(arrivals, Layout(2, 1, dedicated=False)) == ["b0a0"]
 
 
+def test_ranks_are_kept_where_the_script_has_made_process_groups_by_them() -> None:
+    arrivals = arrive(("b", 1), ("a", 1), grouped=True)
+    assert describe(arrivals, Layout(2, 1, dedicated=False)) == ["b0a0"]
+
+
 def test_neighbours_share_a_host_when_they_can() -> None:
     pairs = Layout(2, 2, dedicated=False)
     assert describe(arrive(("a", 2), ("b", 2)), pairs) == ["a0a1", "b0b1"]
