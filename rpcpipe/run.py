@@ -16,8 +16,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from datetime import timedelta
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from multiprocessing import spawn
 from types import FrameType
 from typing import Any, TypeVar
@@ -28,9 +28,12 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
-from rpcpipe import groups, liveness, saving, transport
+from rpcpipe import entry, groups, liveness, network, placement, saving, transport
 from rpcpipe.errors import StageLost, StageTimeout
+from rpcpipe.launched import Launched, Wishes
 from rpcpipe.liveness import Care, Limits
+from rpcpipe.placement import Arrival, Seat
+from rpcpipe.transport import chosen
 from rpcpipe.world import Layout, Process, World, check_counts, worker_name
 
 __all__ = ["run"]
@@ -40,6 +43,8 @@ T = TypeVar("T")
 logger = logging.getLogger("rpcpipe")
 
 JOIN_TIMEOUT = 300.0  # seconds, for all processes of a job to come up
+LOOPBACK = "127.0.0.1"
+LEAVE_TIMEOUT = 3.0  # seconds, for all processes of a launcher to be done with the store
 END_TIMEOUT = 5  # seconds, for a stage process to end by itself, or by SIGTERM
 ENGINE_THREADS = 16  # at least two: one waits for the compute thread while another hands it work
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -57,14 +62,15 @@ def run(
     driver: str = "auto",
     heartbeat: float | None = None,
     timeout: float | None = None,
+    transport: str | None = None,
 ) -> T | None:
     """Call ``fn(world, *args)`` in the driver of each pipeline; serve in every other process.
 
     Called by a plain script, the calling process is the driver and the stages are processes
     started here; they are gone when ``run`` returns or raises, also by Ctrl-C or SIGTERM. What
     they print is shown with a prefix, and kept in files below ``$RPCPIPE_LOG_DIR`` if that is set.
-    Called in every process of a launcher such as ``torchrun``, the processes find their roles by
-    rank. May be called again and again.
+    Called in every process of a launcher (``rpcpipe-run``, ``torchrun``, ``srun``), the processes
+    find their roles by host and local rank. May be called again and again.
 
     A script must call it under ``if __name__ == "__main__":``, since stages import the script to
     know its classes.
@@ -72,8 +78,8 @@ def run(
     Args:
         fn: the training function. It runs in the driver only and may be defined anywhere.
         args: given to it.
-        stages: number of stages. Without a launcher the default is one for each GPU; with one,
-            what its number of processes allows.
+        stages: number of stages. The default is what ``rpcpipe-run --stages`` said; otherwise one
+            for each GPU without a launcher, and with one what its number of processes allows.
         replicas: number of pipelines; more than one takes a launcher.
         driver: ``"shared"`` (in the first stage's process), ``"dedicated"`` (in its own) or
             ``"auto"``, which fits the launcher's number of processes. A plain script's driver is
@@ -83,12 +89,18 @@ def run(
             ``$RPCPIPE_HEARTBEAT`` or 10. A process that is only slow is never taken for lost.
         timeout: seconds the driver waits for anything; then every process prints its stacks and
             what it waits for, and the run ends. By default ``$RPCPIPE_TIMEOUT`` or no limit.
+        transport: ``"uv"``, sockets, or ``"shm"``, which takes shared memory within a host, where
+            each process polls: that takes up to a core of its own. By default
+            ``$RPCPIPE_TRANSPORT`` or ``"uv"``. The same in all processes.
 
     Returns:
         What ``fn`` returned, in a driver; ``None`` elsewhere.
 
     Raises:
-        ValueError: the numbers do not fit each other or the launcher.
+        ValueError: the numbers do not fit each other or the launcher; a host has fewer GPUs than
+            stages; no network interface reaches the others.
+        RuntimeError: this process is refused: the store is another job's, or the hosts have
+            different versions of torch or rpcpipe.
         StageLost: a process of the job ended, froze, cannot be reached or could not be started.
         StageTimeout: something took longer than ``timeout``.
     """
@@ -99,15 +111,20 @@ def run(
         )
     check_counts(stages, replicas, driver)
     limits = Limits.of(heartbeat, timeout)
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if launched:
-        layout = Layout.of(int(os.environ["WORLD_SIZE"]), stages, replicas, driver)
+    wishes, launched = Wishes.find(), Launched.find()
+    stages, replicas, driver = wishes.merge(stages, replicas, driver)
+    check_counts(stages, replicas, driver)
+    if launched is not None:
+        layout = Layout.of(launched.world_size, stages, replicas, driver)
     else:
         layout = Layout(_count_stages(stages, replicas), 1, dedicated=True)
     if not _running.acquire(blocking=False):
         raise RuntimeError("run() is under way in this process; it can be in one run at a time")
     try:
-        return (_run_launched if launched else _run_here)(fn, args, layout, limits)
+        with chosen(transport):
+            if launched is None:
+                return _run_here(fn, args, layout, wishes, limits)
+            return _run_launched(fn, args, layout, wishes, limits, launched)
     finally:
         _running.release()
 
@@ -116,7 +133,7 @@ def _count_stages(stages: int | None, replicas: int) -> int:
     if replicas != 1:
         raise ValueError(
             f"replicas={replicas} takes a launcher, which starts the other drivers: "
-            f"torchrun --nproc-per-node {replicas * ((stages or 1) + 1)} {sys.argv[0]}"
+            f"rpcpipe-run --stages {stages or 1} --replicas {replicas} {sys.argv[0]}"
         )
     stages = stages or torch.cuda.device_count()
     if not stages:
@@ -128,47 +145,94 @@ def _count_stages(stages: int | None, replicas: int) -> int:
 
 
 def _run_launched(
-    fn: Callable[..., T], args: tuple[Any, ...], layout: Layout, limits: Limits
+    fn: Callable[..., T],
+    args: tuple[Any, ...],
+    layout: Layout,
+    wishes: Wishes,
+    limits: Limits,
+    launched: Launched,
 ) -> T | None:
-    rank, world_size = int(os.environ["RANK"]), layout.world_size
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"rpcpipe/{attempt}/{next(_launched_runs)}", _launchers_store())
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    local_stages = max(1, local - local // layout.ranks_per_pipeline * layout.dedicated)
-    if rank == 0:
-        store.set("job", uuid.uuid4().hex)
-    process = Process.here(rank, max(0, local_rank - layout.dedicated), local_stages)
     # One host: nothing outside it has to reach any process.
-    single_host = local == world_size
-    network = transport.loopback() if single_host else nullcontext()
-    in_groups = groups.joined(layout, rank, dist.PrefixStore("groups", store))
-    with network, in_groups, _joined(layout, process, store, Care(limits)) as world:
-        return None if world is None else fn(world, *args)
+    towards = None if launched.single_host else (launched.master, launched.port)
+    with network.using(towards):
+        scope = f"rpcpipe/{launched.attempt}/{next(_launched_runs)}"
+        store = dist.PrefixStore(scope, _launchers_store())
+        process = _take_seat(layout, wishes, launched, store)
+        if process.rank == 0:
+            store.set("job", uuid.uuid4().hex)
+        in_groups = groups.joined(layout, process.rank, dist.PrefixStore("groups", store))
+        with in_groups, _joined(layout, process, store, Care(limits)) as world:
+            result = None if world is None else fn(world, *args)
+        _await_all_left(launched, store)
+        return result
+
+
+def _take_seat(layout: Layout, wishes: Wishes, launched: Launched, store: dist.Store) -> Process:
+    arrival = Arrival.here(launched.rank, launched.node, launched.local_rank, launched.place)
+    badge = entry.Badge.of(launched.job, launched.world_size)
+    give_out = functools.partial(_give_out, layout, wishes)
+    seat = entry.enter(store, badge, arrival, give_out, JOIN_TIMEOUT)
+    return _sit(seat, layout, arrival)
+
+
+def _give_out(layout: Layout, wishes: Wishes, arrivals: list[Arrival]) -> list[Seat]:
+    how = (wishes.layout, wishes.pin, wishes.share_gpu)
+    seats, warnings = placement.seats(arrivals, layout, *how)
+    for warning in warnings:
+        logger.warning("%s", warning)
+    return seats
+
+
+def _sit(seat: Seat, layout: Layout, arrival: Arrival) -> Process:
+    """Take the device and the cores that are given."""
+    if seat.cores is not None:
+        placement.keep_to(seat.cores)
+    if seat.device != "cpu":
+        torch.cuda.set_device(seat.device)
+    if layout.stage(seat.role) is not None:
+        _set_threads(seat.threads)
+    local_rank = arrival.rank if arrival.local_rank is None else arrival.local_rank
+    return Process(seat.role, arrival.host, os.getpid(), seat.device, seat.threads, local_rank)
 
 
 @functools.cache
 def _launchers_store() -> dist.Store:
-    """One for all runs: where no launcher holds it, the first process does, on a fixed port."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store: dist.Store = next(dist.rendezvous("env://", rank, world_size))[0]
-    return store
+    """One for all runs: where no launcher holds it, the first process does."""
+    launched = Launched.find()
+    assert launched is not None
+    open_store = network.connect
+    if launched.rank == 0 and not launched.served:
+        open_store = network.serve
+    return open_store(launched.master, launched.port, JOIN_TIMEOUT)
+
+
+def _await_all_left(launched: Launched, store: dist.Store) -> None:
+    """Whoever holds the store goes last."""
+    left, deadline = store.add("left", 1), time.monotonic() + LEAVE_TIMEOUT
+    if launched.rank == 0 and not launched.served:
+        while left < launched.world_size and time.monotonic() < deadline:
+            time.sleep(0.01)
+            left = store.add("left", 0)
 
 
 # ----------------------------------------------------------------------------- a plain script
 
 
-def _run_here(fn: Callable[..., T], args: tuple[Any, ...], layout: Layout, limits: Limits) -> T:
+def _run_here(
+    fn: Callable[..., T], args: tuple[Any, ...], layout: Layout, wishes: Wishes, limits: Limits
+) -> T:
     transport.renew("the driver", limits.timeout)
+    arrivals = [Arrival.here(rank, local_rank=rank) for rank in range(layout.world_size)]
+    seats = _give_out(layout, wishes, arrivals)
     with ExitStack() as stack:
         stack.enter_context(_terminating_by_exception())
-        processes = stack.enter_context(_stage_processes(layout))
-        stack.enter_context(transport.loopback())
+        processes = stack.enter_context(_stage_processes(layout, seats))
+        stack.enter_context(network.using(None))
         with processes.explaining():
             store = processes.store()
             store.set("job", uuid.uuid4().hex)
             processes.await_told(store)
-            process = Process.here(0, 0, layout.stages)
+            process = _sit(seats[0], layout, arrivals[0])
             care = Care(limits, processes.last_words, processes.folder)
             joined = _joined(layout, process, store, care, processes.let_go)
             world = stack.enter_context(joined)
@@ -176,35 +240,16 @@ def _run_here(fn: Callable[..., T], args: tuple[Any, ...], layout: Layout, limit
         return fn(world, *args)
 
 
-def _listen() -> tuple[dist.TCPStore, int]:
-    """A store on the loopback interface: given an address, it would listen on all of them."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=JOIN_TIMEOUT),
-        master_listen_fd=listener.detach(),
-    )
-    return store, port
-
-
-def _connect(port: int) -> dist.TCPStore:
-    timeout = timedelta(seconds=JOIN_TIMEOUT)
-    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-
-
 @contextmanager
-def _stage_processes(layout: Layout) -> Iterator[_StageProcesses]:
+def _stage_processes(layout: Layout, seats: list[Seat]) -> Iterator[_StageProcesses]:
     """The stage processes of a plain script; gone when this is left."""
     with ExitStack() as stack:
         folder, logs = None, os.environ.get("RPCPIPE_LOG_DIR")
         if logs is None:
             logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="rpcpipe-"))
             folder = logs
-        processes = _StageProcesses(layout, DefaultLogsSpecs(log_dir=logs, tee=Std.ALL), folder)
+        specs = DefaultLogsSpecs(log_dir=logs, tee=Std.ALL)
+        processes = _StageProcesses(layout, seats, specs, folder)
         stack.callback(processes.end)
         processes.start()
         yield processes
@@ -220,16 +265,20 @@ class _StageProcesses:
 
     PERIOD = 0.05  # seconds between two looks
 
-    def __init__(self, layout: Layout, logs: DefaultLogsSpecs, folder: str | None) -> None:
+    def __init__(
+        self, layout: Layout, seats: list[Seat], logs: DefaultLogsSpecs, folder: str | None
+    ) -> None:
         self.folder = folder  # temporary
         self._may_end = False
         self._layout = layout
+        self._seats = seats
         self._logs = logs
         self._lost: Exception | None = None
         self._stderrs: dict[int, str] = {}
         # While it serves, somebody may wait for a process that has died; nobody once it is closed.
         self._server: dist.TCPStore | None
-        self._server, self._port = _listen()
+        self._server = network.serve(LOOPBACK, 0, JOIN_TIMEOUT)
+        self._port = self._server.port
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="rpcpipe stages", daemon=True)
 
@@ -247,7 +296,7 @@ class _StageProcesses:
             self._thread.join()
 
     def store(self) -> dist.TCPStore:
-        return _connect(self._port)
+        return network.connect(LOOPBACK, self._port, JOIN_TIMEOUT)
 
     def await_told(self, store: dist.Store) -> None:
         """Wait until all have said who they are."""
@@ -304,7 +353,7 @@ class _StageProcesses:
             j: {
                 "main": main,
                 "stages": self._layout.stages,
-                "rank": j + self._layout.dedicated,
+                "seat": asdict(self._seats[j + self._layout.dedicated]),
                 "port": self._port,
                 "driver": os.getpid(),
             }
@@ -402,15 +451,17 @@ def _preparation() -> dict[str, Any]:
     return main
 
 
-def _live(main: dict[str, Any], stages: int, rank: int, port: int, driver: int) -> None:
+def _live(main: dict[str, Any], stages: int, seat: dict[str, Any], port: int, driver: int) -> None:
     """The life of a stage process."""
     threading.Thread(target=_die_with, args=(driver,), daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _import_main(main)
     layout = Layout(stages, 1, dedicated=True)
-    process = Process.here(rank, rank - layout.dedicated, stages)
-    with transport.loopback(), _joined(layout, process, _connect(port), Care()):
+    arrival = Arrival.here(seat["role"], local_rank=seat["role"])
+    process = _sit(Seat(**seat), layout, arrival)
+    store = network.connect(LOOPBACK, port, JOIN_TIMEOUT)
+    with network.using(None), _joined(layout, process, store, Care()):
         pass
 
 
@@ -444,8 +495,6 @@ def _joined(
     Yields the world to a driver. Elsewhere yields ``None``, once the driver needs nothing more.
     """
     rank = process.rank
-    if layout.stage(rank) is not None:
-        _set_threads(process.threads)
     process.tell(store)
     replica = layout.replica(rank)
     per_pipeline = layout.ranks_per_pipeline
@@ -470,8 +519,8 @@ def _joined(
             if layout.is_driver(rank):
                 processes = {r: Process.hear(store, r) for r in range(layout.world_size)}
                 line.joined(processes)
-                world = World(layout, rank, job, {r: processes[r] for r in ours})
-                logger.info("%s", world)
+                world = World(layout, rank, job, processes)
+                logger.info("%s", world.hosts()[replica])
                 with _leading(take_leave):
                     yield world
             else:

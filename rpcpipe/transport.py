@@ -32,6 +32,7 @@ __all__ = [
     "Remote",
     "Tape",
     "abandon",
+    "chosen",
     "completed",
     "completed_step",
     "create",
@@ -43,7 +44,6 @@ __all__ = [
     "last_step",
     "later",
     "leave",
-    "loopback",
     "lost",
     "prioritize",
     "publish",
@@ -57,6 +57,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+VARIABLE = "RPCPIPE_TRANSPORT"
 
 _SCHEME = "rpcpipe"
 _THREAD = "rpcpipe transport"
@@ -201,13 +203,38 @@ def _without_device_maps() -> Iterator[None]:
 
 def _options() -> rpc.TensorPipeRpcBackendOptions:
     common: dict[str, Any] = {"init_method": f"{_SCHEME}://", "num_worker_threads": 16}
+    # Shared memory, which torch takes where it can, polls: up to a core for every idle process.
+    transports = {"uv": ["uv"], "shm": ["shm", "uv"]}[os.environ.get(VARIABLE) or "uv"]
     try:
-        # The default transport (shared memory) polls: up to a core for every idle process.
         return rpc.TensorPipeRpcBackendOptions(
-            _transports=["uv"], _channels=["cma", "basic"], **common
+            _transports=transports, _channels=["cma", "basic"], **common
         )
     except TypeError:
         return rpc.TensorPipeRpcBackendOptions(**common)
+
+
+@contextmanager
+def chosen(name: str | None) -> Iterator[None]:
+    """Have worlds that are joined meanwhile, and processes started meanwhile, use a transport.
+
+    Args:
+        name: ``"uv"`` or ``"shm"``; ``None`` for what ``RPCPIPE_TRANSPORT`` says.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    before = os.environ.get(VARIABLE)
+    wanted = name if name is not None else before or "uv"
+    if wanted not in ("uv", "shm"):
+        raise ValueError(f"transport= (or {VARIABLE}) is 'uv' or 'shm', got {wanted!r}")
+    os.environ[VARIABLE] = wanted
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
 
 
 def leave(meet: Callable[[str], None] | None) -> None:
@@ -309,22 +336,6 @@ def _do_chores(chores: queue.SimpleQueue[Callable[[], Any] | None]) -> None:
         with contextlib.suppress(RuntimeError):  # the world may have ended before
             chore()
         del chore
-
-
-@contextmanager
-def loopback() -> Iterator[None]:
-    """Listen on the loopback interface alone while this is entered."""
-    names = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "lo"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 # --------------------------------------------------------------------------------------- calls

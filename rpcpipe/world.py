@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +22,7 @@ DRIVERS = ("auto", "shared", "dedicated")
 class Layout:
     """Which rank does what: pipelines are contiguous, the driver comes first in each.
 
+    A rank is here the index of a role; which process of the launcher takes it, `placement` says.
     With ``dedicated`` the driver has a process of its own; otherwise it shares the first stage's.
     """
 
@@ -88,20 +87,12 @@ def check_counts(stages: int | None, replicas: int, driver: str) -> None:
 class Process:
     """What a process tells the others about itself."""
 
-    rank: int
+    rank: int  # its role
     host: str
     pid: int
     device: str  # where its stage computes
     threads: int  # of its stage's parallel regions
-
-    @staticmethod
-    def here(rank: int, local_rank: int, local_stages: int) -> Process:
-        """This process, one of ``local_stages`` stages that share this host's devices."""
-        cores = len(os.sched_getaffinity(0))
-        gpus = torch.cuda.device_count()
-        device = f"cuda:{local_rank % gpus}" if gpus else "cpu"
-        threads = max(1, cores // local_stages)
-        return Process(rank, socket.gethostname(), os.getpid(), device, threads)
+    local_rank: int = 0  # among the processes of its host
 
     def tell(self, store: dist.Store) -> None:
         store.set(f"process/{self.rank}", json.dumps(asdict(self)))
@@ -130,6 +121,7 @@ class World:
         self.is_driver = layout.is_driver(rank)
         self._layout = layout
         self._job = job
+        self._everybody = processes
         first = self.replica * layout.ranks_per_pipeline + layout.dedicated
         self._stage_processes = [processes[first + j] for j in range(self.stages)]
         self._driver = processes[self.replica * layout.ranks_per_pipeline]
@@ -188,16 +180,29 @@ class World:
         world.is_driver = False
         return world
 
-    def hosts(self) -> dict[str, list[str]]:
-        """What runs on each host: ``{"host-a": ["driver", "stage 0 (cpu)"], ...}``."""
-        found: dict[str, list[str]] = {self._driver.host: ["driver"]}
-        for j, process in enumerate(self._stage_processes):
-            found.setdefault(process.host, []).append(f"stage {j} ({process.device})")
-        return found
+    def hosts(self) -> list[str]:
+        """Where everything runs, a line for each pipeline.
+
+        Such as ``pipe 0: driver host-a:0, stage 0 host-a:0 cuda:0, stage 1 host-b:0 cuda:0``: the
+        host, the process's index on it, and the device.
+        """
+        per_pipeline = len(self._everybody) // self.replicas
+        pipelines = [
+            [self._everybody[replica * per_pipeline + k] for k in range(per_pipeline)]
+            for replica in range(self.replicas)
+        ]
+        return [_describe(r, found, self.stages) for r, found in enumerate(pipelines)]
 
     def __repr__(self) -> str:
-        where = "; ".join(f"{host}: {', '.join(roles)}" for host, roles in self.hosts().items())
+        where = self.hosts()[self.replica]
         return f"World(stages={self.stages}, replica={self.replica}/{self.replicas}, {where})"
+
+
+def _describe(replica: int, pipeline: Sequence[Process], n: int) -> str:
+    places = [f"driver {pipeline[0].host}:{pipeline[0].local_rank}"]
+    for j, p in enumerate(pipeline[-n:]):
+        places.append(f"stage {j} {p.host}:{p.local_rank} {p.device}")
+    return f"pipe {replica}: {', '.join(places)}"
 
 
 def worker_name(job: str, rank: int) -> str:

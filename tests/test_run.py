@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -158,7 +159,7 @@ def train(world, factor):
         "threads": [count for _, count in stages],
         "losses": losses,
         "foreign": sum([foreign(pid) for pid in {os.getpid(), *(s[0] for s in stages)}], []),
-        "hosts": list(world.hosts().values()),
+        "hosts": world.hosts(),
     }))
     return 21 * factor
 
@@ -197,7 +198,10 @@ def test_plain_script_is_the_driver_of_stages_it_starts(lab: Lab) -> None:
     check_trained(found)
     assert found["driver"] == process.pid
     assert process.pid not in found["stages"]
-    assert found["hosts"] == [["driver", "stage 0 (cpu)", "stage 1 (cpu)"]]
+    host = socket.gethostname()
+    assert found["hosts"] == [
+        f"pipe 0: driver {host}:0, stage 0 {host}:1 cpu, stage 1 {host}:2 cpu"
+    ]
 
 
 @pytest.mark.parametrize(("processes", "shared"), [(2, True), (3, False)])
@@ -323,6 +327,10 @@ def test_wrong_numbers_are_refused_before_anything_starts(monkeypatch: pytest.Mo
         rpcpipe.run(never, stages=2, replicas=2)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="but not MASTER_ADDR and MASTER_PORT"):
+        rpcpipe.run(never, stages=2)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ValueError, match=r"3 stages and 1 replicas take 3 .* or 4 .* started 2"):
         rpcpipe.run(never, stages=3)
     with pytest.raises(ValueError, match="driver='dedicated'"):
