@@ -409,6 +409,8 @@ class Pipe(nn.Module):
           of weight 0 contributes nothing.
         - of sums, ``sum(l[i])``.
 
+        Each replica's loss is that of its own mini-batch; replicas average their gradients.
+
         Args:
             inputs: what the first layer takes: as in ``pipe(inputs)``, a tuple as in
                 ``pipe(*inputs)``.
