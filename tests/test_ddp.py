@@ -62,10 +62,11 @@ def plain_step(model: nn.Module, step: int = 0) -> None:
 
 
 def count_reductions(stage: Any) -> None:
-    stage.extras["reductions"] = 0
+    # The reducer keeps the hook where no collector of garbage sees it: it may not hold the stage.
+    counts = stage.extras["reductions"] = [0]
 
     def hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations
-        stage.extras["reductions"] += 1
+        counts[0] += 1
         work: Any = dist.all_reduce(bucket.buffer().div_(R), async_op=True, group=group)
         return work.get_future().then(lambda future: future.value()[0])
 
@@ -74,7 +75,7 @@ def count_reductions(stage: Any) -> None:
 
 
 def reductions(stage: Any) -> int:
-    return stage.extras["reductions"]
+    return stage.extras["reductions"][0]
 
 
 def make(world: rpcpipe.World, build: Callable[[], nn.Sequential], **options: Any) -> rpcpipe.Pipe:
