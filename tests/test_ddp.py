@@ -590,6 +590,18 @@ def flattened(module: nn.Module, world: rpcpipe.World, j: int) -> nn.Module:
     return FullyShardedDataParallel()
 
 
+def sharded_and_saved(world: rpcpipe.World) -> Any:
+    pipe = make(world, mlp, wrap_stage=sharded)
+    opt = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    asks: list[Callable[[], Any]] = [
+        partial(pipe.save, "nowhere"), partial(pipe.load, "nowhere"), opt.state_dict
+    ]  # fmt: skip
+    for ask in asks:
+        with pytest.raises(ValueError, match=r"gather the weights by pipe.state_dict\(\)"):
+            ask()
+    return opt.load_state_dict({})
+
+
 def sharded_and_tied(world: rpcpipe.World) -> rpcpipe.Pipe:
     return make(world, tied, wrap_stage=sharded)
 
@@ -618,6 +630,7 @@ def make_with(world: rpcpipe.World, **options: Any) -> None:
         (with_a_lambda, TypeError, "wrap_stage= is called in the stages, which import it"),
         (group_in_the_driver, RuntimeError, "process group of stage 1 is in the processes of"),
         (in_context, ValueError, r"averaged over replicas have no place .* give ddp=False"),
+        (sharded_and_saved, ValueError, "an optimizer's load_state_dict takes stages that hold"),
         (sharded_and_tied, ValueError, "tied across stages cannot be sharded"),
         (partial(make_with, wrap_stage=static), rpcpipe.StageError, "leave static_graph out"),
         (partial(make_with, wrap_stage=forgotten), rpcpipe.StageError, "returns the module to"),
