@@ -746,6 +746,7 @@ def step_that_ends_one_replica(world: rpcpipe.World) -> Any:
     return caught.value
 
 
+@pytest.mark.timeout(240)
 def test_own_groups_and_ends_that_are_not_at_the_same_time() -> None:
     team = Team(N, R, runs=2, prepare="test_ddp:make_own_groups")
     try:
