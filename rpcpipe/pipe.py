@@ -690,7 +690,8 @@ class Pipe(nn.Module):
         if str(path).endswith(weights.SUFFIX):
             if values or keep is not None:
                 raise ValueError(f"a {weights.SUFFIX} file has weights alone, and there is one")
-            return weights.save(self.state_dict(), Path(path).absolute())
+            state = self.state_dict()  # in all replicas, over which it may be spread
+            return None if self._world.replica else weights.save(state, Path(path).absolute())
         self._require_whole("pipe.save to a directory")
         return saving.save(self, Path(path).absolute(), keep, block, values)
 

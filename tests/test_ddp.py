@@ -426,6 +426,27 @@ def wrapped(world: rpcpipe.World, wrap: str) -> Any:
     return state, norms, names, [pipe.apply_to_stage(j, type_of) for j in range(N)]
 
 
+def save_weights(world: rpcpipe.World, path: Path) -> Any:
+    from safetensors.torch import load_file  # which need not be there
+
+    pipe = make(world, mlp, wrap_stage=sharded)
+    saved = pipe.save(path)
+    world.all_reduce(0)  # it is there
+    pipe.load_state_dict({key: 0 * value for key, value in pipe.state_dict().items()})
+    pipe.load_state_dict(load_file(path))
+    return saved, pipe.state_dict()
+
+
+def test_one_replica_saves_the_weights_of_all(team: Team, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors.torch")
+    path = tmp_path / "weights.safetensors"
+    (saved, first), (nothing, second) = team.do(save_weights, path)
+    assert (saved, nothing) == (path, None)
+    assert list(tmp_path.iterdir()) == [path]
+    assert_same(first, dict(mlp().state_dict()))
+    assert_same(first, second)
+
+
 def type_of(module: nn.Module) -> tuple[str, int]:
     sent = [state.iter for state in getattr(module, "power_sgd", [])]
     return type(module).__name__, sum(sent)
