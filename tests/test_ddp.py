@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
+import torch.nn.functional as F
 from team import Ending, Team, await_true
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -102,6 +103,20 @@ def test_gradients_are_averaged_once_a_mini_batch(team: Team, mode: str) -> None
         plain_step(plain, step)
     (first, counts), (second, _) = team.do(counted_steps, mode)
     assert counts == [3, 3]
+    check_equal(first, grads(plain))
+    assert_same(first, second)
+
+
+def step_with_the_loss_in_the_last_stage(world: rpcpipe.World) -> dict[str, Tensor]:
+    pipe, x = make(world, mlp, chunks=4), data(world.replica)
+    pipe.loss(x, torch.zeros(len(x), 2), F.mse_loss).backward()
+    return all_grads(pipe)
+
+
+def test_the_loss_may_be_in_the_last_stage(team: Team) -> None:
+    plain = mlp()
+    plain_step(plain)
+    first, second = team.do(step_with_the_loss_in_the_last_stage)
     check_equal(first, grads(plain))
     assert_same(first, second)
 
