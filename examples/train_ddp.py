@@ -1,6 +1,7 @@
 """Train two replicas of a pipeline of two stages on one machine: a classifier of noisy spirals.
 
-    torchrun --standalone --nproc-per-node 4 examples/train_ddp.py
+    rpcpipe-run --standalone --stages 2 --replicas 2 examples/train_ddp.py
+    torchrun --standalone --nproc-per-node 4 examples/train_ddp.py    # the same
 
 `fit` is the training loop of a single process. Each replica's driver runs it on its own part of
 the data, as `DistributedSampler` divides it; stage j of one replica and stage j of the other

@@ -54,7 +54,7 @@ def joined(layout: Layout, rank: int, store: dist.Store) -> Iterator[None]:
         store: used for this alone.
 
     Raises:
-        RuntimeError: the script's default group does not have the launcher's ranks.
+        RuntimeError: the script's default group numbers the processes in another way.
     """
     global _current
     if layout.replicas == 1:
@@ -83,8 +83,9 @@ def _make(layout: Layout, rank: int, store: dist.Store) -> Groups:
     elif (dist.get_rank(), dist.get_world_size()) != (rank, size):
         raise RuntimeError(
             f"torch.distributed is initialised as rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}, and the launcher says rank {rank} of {size}: initialise it "
-            "by the launcher's variables, or leave that to run()"
+            f"{dist.get_world_size()}, and this process has role {rank} of {size} in the run: "
+            "leave initialising to run(), or number the processes as it does (by host, and a "
+            "pipeline's next to each other)"
         )
     drivers = [r for r in range(size) if layout.is_driver(r)]
     # Each of them by every process, in this order, whether it is a member or not.

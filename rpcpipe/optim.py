@@ -168,6 +168,7 @@ class PipeOptimizer(torch.optim.Optimizer):
 
         Gathered from the stages; a plain optimizer over the same groups loads it.
         """
+        self._pipe._require_whole("an optimizer's state_dict")
         self.named_groups()
         held = self._held()
         for found in self._everywhere("give its state", local.give_state):
@@ -187,6 +188,7 @@ class PipeOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups, names or shapes do not fit; nothing has changed.
         """
+        self._pipe._require_whole("an optimizer's load_state_dict")
         ordered = _by_name(state_dict, self.param_groups)
         self._check_shapes(ordered)
         super().load_state_dict(ordered)

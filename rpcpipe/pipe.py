@@ -692,7 +692,9 @@ class Pipe(nn.Module):
         if str(path).endswith(weights.SUFFIX):
             if values or keep is not None:
                 raise ValueError(f"a {weights.SUFFIX} file has weights alone, and there is one")
-            return weights.save(self.state_dict(), Path(path).absolute())
+            state = self.state_dict()  # in all replicas, over which it may be spread
+            return None if self._world.replica else weights.save(state, Path(path).absolute())
+        self._require_whole("pipe.save to a directory")
         return saving.save(self, Path(path).absolute(), keep, block, values)
 
     def load(self, path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
@@ -716,7 +718,12 @@ class Pipe(nn.Module):
             StageError: a stage could not read its part, from one of these; likewise.
         """
         self._finish_saving()
+        self._require_whole("pipe.load")
         return loading.load(self, path, objects)
+
+    def _require_whole(self, what: str) -> None:
+        if self._replicas is not None:
+            self._replicas.require_whole(what)
 
     def _finish_saving(self) -> None:
         if self._saving is not None:

@@ -148,9 +148,10 @@ class Replicas:
     in all of them; the next one works.
     """
 
-    def __init__(self, pipe: Pipe, world: World) -> None:
+    def __init__(self, pipe: Pipe, world: World, sharded: bool) -> None:
         self._everywhere, self._world = pipe._everywhere, world
         self._broken: str | None = None
+        self._sharded = sharded
 
     @staticmethod
     def of(pipe: Pipe, world: World, kinds: Sequence[str]) -> Replicas | None:
@@ -162,13 +163,24 @@ class Replicas:
         Raises:
             ValueError: a sharded pipe has parameters tied across stages.
         """
-        if "fsdp" in kinds and pipe._ties:
+        sharded = "fsdp" in kinds
+        if sharded and pipe._ties:
             raise ValueError(
                 "parameters tied across stages cannot be sharded over replicas: change balance= "
                 "so that the layers that share them are in one stage, or use "
                 "DistributedDataParallel"
             )
-        return Replicas(pipe, world) if world.replicas > 1 and set(kinds) != {"none"} else None
+        averaged = world.replicas > 1 and set(kinds) != {"none"}
+        return Replicas(pipe, world, sharded) if averaged else None
+
+    def require_whole(self, what: str) -> None:
+        """Raise ``ValueError`` where each replica holds a part of each parameter."""
+        if self._sharded:
+            raise ValueError(
+                f"{what} takes stages that hold whole parameters, and these are sharded over "
+                "replicas: gather the weights by pipe.state_dict(), called by all drivers, and "
+                "save those"
+            )
 
     def require_unbroken(self) -> None:
         """Raise ``RuntimeError`` if the replicas have lost each other."""
