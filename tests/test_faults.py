@@ -205,7 +205,7 @@ def start_on_hosts(case: Case, cable: Cable) -> list[subprocess.Popen[str]]:
     return [
         case.lab.start(
             *cable.on(host, sys.executable, "-u", str(SCRIPT)),
-            **common, RANK=str(rank), LOCAL_RANK=local, LOCAL_WORLD_SIZE=size,
+            **common, RANK=str(rank), LOCAL_RANK=local, LOCAL_WORLD_SIZE=size, GROUP_RANK=str(host),
         )
         for rank, local, size, host in ranks
     ]  # fmt: skip
