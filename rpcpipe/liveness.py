@@ -23,7 +23,7 @@ from rpcpipe import stacks, transport, watcher
 from rpcpipe.errors import StageLost
 from rpcpipe.world import Layout, Process
 
-__all__ = ["Care", "Limits", "Line", "watched", "watchers"]
+__all__ = ["Care", "Limits", "Line", "await_ended", "watched", "watchers"]
 
 GRACE = 3.0  # seconds for a driver to tell what was lost, before stages end because of it
 BREAK_OFF = 2.0  # seconds for a driver to leave by itself, and not wait inside of torch
@@ -257,6 +257,15 @@ def watchers(pids: Iterable[int]) -> list[psutil.Process]:
             children = psutil.Process(pid).children()
             found += [child for child in children if watcher.__file__ in child.cmdline()]
     return found
+
+
+def await_ended(processes: Iterable[psutil.Process], seconds: float) -> None:
+    """Wait until they have ended; whether anybody has reaped them is not ours to see to."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        with suppress(psutil.Error):
+            while process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+                time.sleep(0.005)
 
 
 def _roles(layout: Layout, rank: int) -> str:

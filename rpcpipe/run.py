@@ -22,7 +22,6 @@ from multiprocessing import spawn
 from types import FrameType
 from typing import Any, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
@@ -340,7 +339,7 @@ class _StageProcesses:
                     end = signal.SIGTERM if transport.lost() is None else signal.SIGKILL
                     watchers = liveness.watchers(children.pids().values())
                     children.close(end, END_TIMEOUT)
-                    psutil.wait_procs(watchers, END_TIMEOUT)
+                    liveness.await_ended(watchers, END_TIMEOUT)
                     _close_logs(children)
             except Exception as exc:
                 self._lost = StageLost(f"the stage processes could not be started: {exc!r}")

@@ -161,9 +161,10 @@ def test_a_frozen_process_under_torchrun(lab: Lab, processes: int, fault: Fault)
     ended = case.run(*TORCHRUN, f"--nproc-per-node={processes}")
     assert ended.code == 1, ended
     case.check_noticed(least=processes - 1)
-    # Where elastic looks first: the one that froze, and not one that ended because of it.
-    root = ended.err.partition("Root Cause")[2]
-    assert f"(pid: {case.notes('failed')[0]['pid']})" in root, ended
+    # Where elastic looks first: the one that froze, or the driver that says so, and no other.
+    telling = [n["pid"] for n in case.notes("noticed") if "the last completed step" in n["text"]]
+    roots = [f"(pid: {pid})" for pid in (case.notes("failed")[0]["pid"], *telling)]
+    assert any(root in ended.err.partition("Root Cause")[2] for root in roots), ended
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def start_on_hosts(case: Case, cable: Cable) -> list[subprocess.Popen[str]]:
     return [
         case.lab.start(
             *cable.on(host, sys.executable, "-u", str(SCRIPT)),
-            **common, RANK=str(rank), LOCAL_RANK=local, LOCAL_WORLD_SIZE=size,
+            **common, RANK=str(rank), LOCAL_RANK=local, LOCAL_WORLD_SIZE=size, GROUP_RANK=str(host),
         )
         for rank, local, size, host in ranks
     ]  # fmt: skip
