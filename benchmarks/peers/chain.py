@@ -9,6 +9,7 @@ core while another has its turn.
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from typing import Any
 
@@ -67,6 +68,7 @@ class Chain(Peer):
         self.shards = [
             rpc.remote(f"chain-{1 + j}", Shard, args=(workload, n, j, mode)) for j in range(n)
         ]
+        self.gradients()  # the first backward pass imports for half a second
 
     def time(self) -> float:
         return super().time() if self.rank == 0 else 0.0
@@ -90,8 +92,23 @@ class Chain(Peer):
             return {}
         with dist_autograd.context() as context:
             self._run(context)
-            found = [shard.rpc_sync().gradients(context) for shard in self.shards]
-        return {name: gradient for each in found for name, gradient in each.items()}
+            return self._settled(context)
+
+    def _settled(self, context: int) -> dict[str, Tensor]:
+        """The gradients once they change no more.
+
+        The engine (torch 2.13) may return before all stages are done: a step of this peer may be
+        timed too short, and never too long.
+        """
+        before: dict[str, Tensor] = {}
+        for _ in range(60):
+            time.sleep(0.5)
+            each = [shard.rpc_sync().gradients(context) for shard in self.shards]
+            found = {name: gradient for stage in each for name, gradient in stage.items()}
+            if found and all(k in before and torch.equal(found[k], before[k]) for k in found):
+                break
+            before = found
+        return found
 
     def end(self) -> None:
         rpc.shutdown(graceful=False)
