@@ -118,12 +118,12 @@ class Group:
         ours, theirs = Pipe()
         where = f"{actor.__module__}:{actor.__qualname__}"
         command = [sys.executable, "-m", __name__, where, *map(str, (rank, n, port))]
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
         self._connections.append(ours)
         with theirs:
             process = subprocess.Popen(
                 [*prefix, *command, str(theirs.fileno())],
-                env={**os.environ, "PYTHONPATH": path, **extra},
+                env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "PYTHONPATH": path, **extra},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )

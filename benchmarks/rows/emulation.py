@@ -73,7 +73,8 @@ class Emulation:
     def overshoot(self, seconds: float, times: int) -> tuple[float, float]:
         any_pipe = self.pipes[max(self.sizes)]
         found = [
-            any_pipe.apply_to_stage(j, _Overshoot(seconds, times)) for j in range(max(self.sizes)[0])
+            any_pipe.apply_to_stage(j, _Overshoot(seconds, times))
+            for j in range(max(self.sizes)[0])
         ]
         return median(f for f, _ in found), median(b for _, b in found)
 
@@ -110,7 +111,7 @@ class Times:
 
 
 def speedups(found: dict[Size, Times], seconds: float) -> Table:
-    """In the form of the paper's AmoebaNet table: the same model in n stages and m micro-batches."""
+    """In the form of the paper's AmoebaNet table: the same model by n and m."""
     base = found[min(found)]
     ideal = base.work / base.ideal
     table = Table(

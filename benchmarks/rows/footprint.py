@@ -65,7 +65,9 @@ def _rss(_: nn.Module) -> float:
 
 def measure(world: rpcpipe.World, quick: bool) -> list[Result]:
     n, width, layers, rows = world.stages, *((256, 8, 64) if quick else (1024, 24, 1024))
-    empty = rpcpipe.Pipe(nn.Sequential(*(nn.Linear(8, 8) for _ in range(n))), world, balance=[1] * n)
+    empty = rpcpipe.Pipe(
+        nn.Sequential(*(nn.Linear(8, 8) for _ in range(n))), world, balance=[1] * n
+    )
     first = empty.optimizer(torch.optim.Adam, lr=1e-3)
     empty(torch.ones(8, 8)).sum().backward()  # loads code that is loaded on first use
     first.step()

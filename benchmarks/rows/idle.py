@@ -33,9 +33,7 @@ def measure(world: rpcpipe.World, seconds: float) -> list[Result]:
     passed = time.monotonic() - start
     for j, (pid, used) in enumerate(zip(pids, before, strict=True)):
         share = _share(pid, used, passed)
-        made.append(
-            Result(f"stage {j}, idle", share, 0.1, " %", detail={"seconds": passed})
-        )
+        made.append(Result(f"stage {j}, idle", share, 0.1, " %", detail={"seconds": passed}))
 
     used, start = seconds_used(os.getpid()), time.monotonic()
     pipe(x).sum().backward()

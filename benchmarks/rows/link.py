@@ -271,7 +271,9 @@ def measure(where: Hosts, quick: bool) -> list[Result]:
     }
     on_wire = min(b for each in bytes_sent.values() for b in each) / payload
     return [
-        Result("step / max(compute limit, bytes/bandwidth)", found["ours"] / least, 1.1, detail=detail),
+        Result(
+            "step / max(compute limit, bytes/bandwidth)", found["ours"] / least, 1.1, detail=detail
+        ),
         Result(
             "torch pipelining: the same",
             found["theirs"] / least,
