@@ -128,6 +128,6 @@ ALL = {
     for w in (
         Workload("transformer", 16, 8, (128, 256), _transformer),
         Workload("mlp", 512, 64, (1024,), _mlp),
-        Workload("conv", 32, 8, (32, 32, 32), _conv),
+        Workload("conv", 64, 8, (32, 32, 32), _conv),
     )
 }
