@@ -10,7 +10,7 @@ BIN := .venv/bin
 
 EXPERIMENTS := $(addprefix experiment-,speed memory accuracy ablation prediction)
 
-.PHONY: help setup demo test test-faults test-gpu soak check format wheel clean $(EXPERIMENTS)
+.PHONY: help setup demo test test-faults test-gpu soak bench bench-gpu check format wheel clean $(EXPERIMENTS)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,12 @@ soak: $(READY) ## 10,000 steps while memory, files, threads, RRefs and contexts 
 
 test-gpu: $(READY) ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m cuda $(ARGS)
+
+bench: $(READY) ## measure against the machine's limit and the peers; ARGS="--quick --only hop,limit"
+	$(BIN)/python -m benchmarks.bench $(ARGS)
+
+bench-gpu: $(READY) ## the same on GPUs: step time beside the limit, by CUDA events
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 experiment-speed: ## throughput by stages and micro-batches, next to the papers'
 experiment-memory: ## the largest model for a memory limit in each stage

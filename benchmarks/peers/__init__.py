@@ -1,0 +1,61 @@
+"""Peers: other ways to do the same step, each in processes of its own that wait for their turn.
+
+Each has the same model, the same micro-batches and the same loss as ours; `benchmarks.rows.steps`
+refuses to time one whose gradients differ.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks import workloads
+from benchmarks.children import Commands
+
+
+class Peer:
+    """One process of a peer."""
+
+    def __init__(self, rank: int, n: int, port: int) -> None:
+        self.rank, self.n, self.port = rank, n, port
+        self.start()
+
+    def serve(self, commands: Commands) -> None:
+        commands.ready()
+        commands.follow(self)
+        self.end()
+
+    def time(self) -> float:
+        """Seconds of one forward and backward pass, as this process sees it."""
+        start = time.perf_counter()
+        self.step()
+        return time.perf_counter() - start
+
+    # --------------------------------------------------------------------- what a peer defines
+
+    processes = 1  # beyond one for each stage, or all of them where stages are threads
+
+    def start(self) -> None:
+        """Meet the others."""
+
+    def load(self, workload: str, n: int, mode: str, quick: bool) -> None:
+        """Make the model of a workload, in ``n`` stages, recomputing by our ``mode``."""
+        raise NotImplementedError
+
+    def step(self) -> Any:
+        raise NotImplementedError
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Those this process holds, by the names of the whole model; cleared thereafter."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Leave the others."""
+
+
+def take_gradients(module: Any) -> dict[str, Tensor]:
+    found = {k: g.clone() for k, g in workloads.gradients(module).items()}
+    module.zero_grad()
+    return found
