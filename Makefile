@@ -8,9 +8,9 @@ FAULTS ?= 100
 READY := .venv/.ready
 BIN := .venv/bin
 
-EXPERIMENTS := $(addprefix experiment-,speed memory accuracy ablation prediction)
+EXPERIMENTS := $(addprefix experiment-,speed memory accuracy ablation prediction plan)
 
-.PHONY: help setup demo test test-faults test-gpu soak bench bench-gpu check format wheel clean $(EXPERIMENTS)
+.PHONY: help setup demo test test-faults test-gpu soak bench bench-gpu reference check format wheel clean $(EXPERIMENTS)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ setup: $(READY) ## make .venv with everything pinned, rpcpipe editable
 
 $(READY): pyproject.toml constraints.txt
 	python3 -m venv .venv
-	$(BIN)/pip install -e ".[test,dev,examples,plot,safetensors,bench]" -c constraints.txt
+	$(BIN)/pip install -e ".[test,dev,examples,notebook,plot,safetensors,bench]" -c constraints.txt
 	touch $@
 
 demo: $(READY) ## train a small GPT on STAGES (2) processes; ARGS go to the script
@@ -48,8 +48,12 @@ experiment-memory: ## the largest model for a memory limit in each stage
 experiment-accuracy: ## the same ResNet with and without a pipe, over three seeds
 experiment-ablation: ## each component switched off alone
 experiment-prediction: ## how busy predict keeps the slowest stage
+experiment-plan: ## predicted step time and memory beside the measured
 $(EXPERIMENTS): $(READY)
 	$(BIN)/python -m benchmarks.$(@:experiment-%=%) $(ARGS)
+
+reference: $(READY) ## write docs/api.md from the docstrings
+	$(BIN)/python docs/make_api.py
 
 check: $(READY) ## formatting, lint and types
 	$(BIN)/ruff format --check

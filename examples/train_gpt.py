@@ -1,5 +1,7 @@
 """Train a character-level GPT on text every machine has: the source of Python's standard library.
 
+    python examples/train_gpt.py --stages 2
+
 `fit` is the training loop of a single process. The model it trains lives in `--stages` of them.
 """
 
@@ -21,8 +23,7 @@ import rpcpipe
 class Embedding(nn.Module):
     def __init__(self, vocab: int, context: int, width: int) -> None:
         super().__init__()
-        self.token = nn.Embedding(vocab, width)
-        self.position = nn.Embedding(context, width)
+        self.token, self.position = nn.Embedding(vocab, width), nn.Embedding(context, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.token(x) + self.position.weight[: x.shape[1]]
@@ -45,14 +46,8 @@ class Block(nn.Module):
 
 def gpt(vocab: int, context: int, blocks: int, width: int = 128, heads: int = 4) -> nn.Sequential:
     body = [Block(width, heads) for _ in range(blocks)]
-    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocab))
-    return nn.Sequential(Embedding(vocab, context, width), *body, head)
-
-
-def split(blocks: int, stages: int) -> list[int]:
-    """Share the blocks out evenly; the embedding rides on the first stage, the head on the last."""
-    cuts = [0, *(1 + round(blocks * j / stages) for j in range(1, stages)), blocks + 2]
-    return [cuts[j + 1] - cuts[j] for j in range(stages)]
+    head = [nn.LayerNorm(width), nn.Linear(width, vocab)]
+    return nn.Sequential(Embedding(vocab, context, width), *body, *head)
 
 
 def read_text(size: int = 2_000_000) -> tuple[str, Tensor]:
@@ -89,44 +84,36 @@ def train(world: rpcpipe.World, args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     alphabet, text = read_text()
     held_out, text = text[:100_000], text[100_000:]
-    blocks, shape = max(6, world.stages), (args.batch, args.context)
-    model, balance = gpt(len(alphabet), args.context, blocks), split(blocks, world.stages)
-    pipe = rpcpipe.Pipe(
-        model, world, balance=balance, chunks=args.chunks, checkpoint=args.checkpoint
-    )
+    shape = args.batch, args.context
+    model = gpt(len(alphabet), args.context, blocks=max(6, world.stages))
+    sample, _ = next(batches(text, 1, *shape))  # what the balance is measured with
+    pipe = rpcpipe.Pipe(model, world, sample=sample, chunks=args.chunks, checkpoint="never")
     opt = pipe.optimizer(torch.optim.AdamW, lr=3e-3)
-
     losses, start = [], time.perf_counter()
-    bar = tqdm(fit(pipe, opt, batches(text, args.steps, *shape)), total=args.steps, disable=None)
-    for loss in bar:
+    for loss in (bar := tqdm(fit(pipe, opt, batches(text, args.steps, *shape)), total=args.steps)):
         losses.append(loss)
-        bar.set_postfix(loss=f"{loss:.2f}")
-        if bar.disable and len(losses) % 20 == 0:  # no terminal
-            print(f"step {len(losses):4} of {args.steps}, loss {loss:.2f}", flush=True)
-    speed = len(losses) * args.batch * args.context / (time.perf_counter() - start)
+        bar.set_postfix(loss=f"{loss:.2f}", refresh=False)  # shown with the next refresh
+    speed = args.steps * args.batch * args.context / (time.perf_counter() - start)
     with pipe.record() as timeline:  # five more steps, watched
         losses += fit(pipe, opt, batches(text, 5, *shape))
-    first, last = losses[0], sum(losses[-10:]) / len(losses[-10:])
-
+    first, last = losses[0], sum(losses[-10:]) / 10
     pipe.eval()
     with torch.no_grad():
-        x, y = next(batches(held_out, 1, *shape))
+        ((x, y),) = batches(held_out, 1, *shape)
         unseen = F.cross_entropy(pipe(x).flatten(0, 1), y.flatten())
         print("".join(alphabet[k] for k in generate(pipe, held_out[: args.context], 200)))
-    print(f"loss {first:.2f} -> {last:.2f}, on unseen text {unseen:.2f}")
-    bubble = f"bubble {timeline.bubble:.1%} (ideal {timeline.ideal_bubble:.1%})"
-    print(f"{speed:,.0f} tokens/s in {world.stages} stages, {bubble}")
+    print(timeline)
+    print(f"{speed:,.0f} tokens/s; loss {first:.2f} -> {last:.2f}, on unseen text {unseen:.2f}")
     if last >= 0.6 * first:
         sys.exit("the loss is not below 60 % of its first value")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser()
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--chunks", type=int, default=8, help="micro-batches in a step")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=64, help="sequences in a step")
     parser.add_argument("--context", type=int, default=64, help="characters in a sequence")
-    parser.add_argument("--checkpoint", default="never", help="always, except_last or never")
     args = parser.parse_args()
     rpcpipe.run(train, args, stages=args.stages)

@@ -6,8 +6,10 @@ from rpcpipe import balance, skip
 from rpcpipe.checkpoint import is_checkpointing, is_recomputing
 from rpcpipe.errors import BalanceError, StageError, StageLost, StageTimeout
 from rpcpipe.folder import latest
+from rpcpipe.memory import Memory
 from rpcpipe.microbatch import NoChunk
 from rpcpipe.pipe import Pipe
+from rpcpipe.plan import Candidate, Plan, plan
 from rpcpipe.run import run
 from rpcpipe.timeline import Timeline
 from rpcpipe.world import World
@@ -16,8 +18,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BalanceError",
+    "Candidate",
+    "Memory",
     "NoChunk",
     "Pipe",
+    "Plan",
     "StageError",
     "StageLost",
     "StageTimeout",
@@ -27,6 +32,7 @@ __all__ = [
     "is_checkpointing",
     "is_recomputing",
     "latest",
+    "plan",
     "run",
     "skip",
 ]

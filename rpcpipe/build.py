@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcpipe import checkpoint, shipping
+from rpcpipe import checkpoint, log, shipping
 from rpcpipe.batchnorm import convert_deferred_batch_norm
 from rpcpipe.stage import Partition, Stage
 
@@ -91,7 +92,9 @@ def build(stage: Stage, part: Part) -> None:
     layers: dict[str, nn.Module] = shipping.load(part.blob)
     before = checkpoint.RngState.capture(stage.device)
     shared: dict[int, Tensor] = {}
-    for k, (name, layer) in enumerate(layers.items(), part.first):
+    begin = time.monotonic()
+    work = log.progress(layers.items(), len(layers), "building layers")
+    for k, (name, layer) in enumerate(work, part.first):
         torch.manual_seed(checkpoint.derive(part.initial_seed, 0, k))
         materialize(layer, name, stage.device, shared)
     torch.manual_seed(checkpoint.derive(part.initial_seed, 1, stage.index))
@@ -104,6 +107,9 @@ def build(stage: Stage, part: Part) -> None:
     if part.deferred:
         convert_deferred_batch_norm(partition)
     stage.adopt(partition, own)
+    log.logger.info(
+        "built %d layers on %s in %.1f s", len(layers), stage.device, time.monotonic() - begin
+    )
 
 
 def materialize(

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpcpipe import transport
+from rpcpipe import clock, transport
 from rpcpipe.averaging import like, whole
 from rpcpipe.mailbox import require_picklable
+from rpcpipe.recorder import Event, Recorder
 from rpcpipe.stage import Stage
 
 
@@ -79,10 +80,12 @@ def load_state_dict(stage: Stage, state: dict[str, Any]) -> None:
     stage.partition.load_state_dict(placed, strict=False)
 
 
-def start_recording(stage: Stage) -> None:
-    stage.events = []
+def start_recording(stage: Stage) -> str:
+    """Returns what identifies the stage's clock."""
+    stage.recorder = Recorder(stage.device)
+    return clock.identity()
 
 
-def stop_recording(stage: Stage) -> Any:
-    events, stage.events = stage.events, None
-    return events
+def stop_recording(stage: Stage) -> list[Event]:
+    recorder, stage.recorder = stage.recorder, None
+    return recorder.events() if recorder is not None else []

@@ -28,7 +28,9 @@ __all__ = ["load"]
 logger = logging.getLogger("rpcpipe")
 
 
-def load(pipe: Pipe, path: str | os.PathLike[str], objects: Mapping[str, Any]) -> dict[str, Any]:
+def load(
+    pipe: Pipe[Any], path: str | os.PathLike[str], objects: Mapping[str, Any]
+) -> dict[str, Any]:
     if str(path).endswith(weights.SUFFIX):
         if objects:
             raise ValueError(f"a {weights.SUFFIX} file has weights alone, not {sorted(objects)}")
@@ -53,7 +55,7 @@ class _Resuming:
     """What the driver takes from a checkpoint; constructed, it has checked and changed nothing."""
 
     def __init__(
-        self, pipe: Pipe, saved: Checkpoint, path: Path, objects: Mapping[str, Any]
+        self, pipe: Pipe[Any], saved: Checkpoint, path: Path, objects: Mapping[str, Any]
     ) -> None:
         self._pipe, self._objects = pipe, objects
         names = saved.names()
@@ -141,7 +143,7 @@ def _require_loadable(name: str, thing: Any, whole: bool) -> None:
         )
 
 
-def _require_fit(pipe: Pipe, found: state.Shapes, source: str) -> None:
+def _require_fit(pipe: Pipe[Any], found: state.Shapes, source: str) -> None:
     """Raise ``ValueError`` unless these are the model's parameters and buffers."""
     stages = pipe._everywhere("name its state", inside.state_shapes)
     known = {name: shape for stage in stages for name, shape in stage.items()}
@@ -153,7 +155,7 @@ def _require_fit(pipe: Pipe, found: state.Shapes, source: str) -> None:
 class _Read:
     """What all stages read, before any of them changes anything."""
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe: Pipe[Any]) -> None:
         self._pipe = pipe
         self._key = f"loading {uuid.uuid4().hex}"
 
@@ -171,7 +173,7 @@ class _Read:
         self._pipe._everywhere("load a checkpoint", _commit, self._key, groups)
 
 
-def _load_weights(pipe: Pipe, path: Path) -> None:
+def _load_weights(pipe: Pipe[Any], path: Path) -> None:
     _require_fit(pipe, weights.shapes(path), str(path))
     with _Read(pipe) as read:
         read(_read_weights, path)

@@ -51,7 +51,7 @@ class PipeOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        pipe: Pipe,
+        pipe: Pipe[Any],
         cls: Callable[..., torch.optim.Optimizer],
         kwargs: Group,
         groups: Grouping | None = None,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,11 @@ from torch.utils import _pytree as pytree
 from rpcpipe import balance as balances
 from rpcpipe import (
     boundary,
+    clock,
     inside,
     loading,
+    log,
+    memory,
     microbatch,
     replicas,
     saving,
@@ -33,11 +37,13 @@ from rpcpipe import (
 from rpcpipe.batchnorm import has_batch_norm
 from rpcpipe.build import Part, build, check_module, divide, serialize
 from rpcpipe.checkpoint import AutocastState
+from rpcpipe.clock import Clock, Seen
 from rpcpipe.cut import cut
 from rpcpipe.errors import Failure
 from rpcpipe.finite import require_finite
 from rpcpipe.loss import Loss, combine, reduction_of, shares
 from rpcpipe.mailbox import Name, require_picklable
+from rpcpipe.memory import Memory
 from rpcpipe.optim import PipeOptimizer
 from rpcpipe.predict import predict
 from rpcpipe.shipping import require_sendable
@@ -45,12 +51,20 @@ from rpcpipe.skip.layout import SkipLayout
 from rpcpipe.stage import Order, Stage
 from rpcpipe.state import from_torchgpipe, misfits
 from rpcpipe.step import Port, Step
-from rpcpipe.timeline import Timeline
+from rpcpipe.timeline import Setting, Timeline, aligned
 from rpcpipe.world import World
 
 __all__ = ["Pipe"]
 
-logger = logging.getLogger("rpcpipe")
+logger = log.logger
+
+T = TypeVar("T")
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    Out = TypeVarWithDefault("Out", default=Tensor)
+else:
+    Out = TypeVar("Out")
 
 
 class Layer(NamedTuple):
@@ -61,7 +75,7 @@ class Layer(NamedTuple):
     stage: int
 
 
-class Pipe(nn.Module):
+class Pipe(nn.Module, Generic[Out]):
     """A sequential module divided into stages, each in its own process.
 
     Calling it runs the GPipe schedule (arXiv 1811.06965; torchgpipe, arXiv 2004.09910): the
@@ -76,6 +90,9 @@ class Pipe(nn.Module):
     Inside of the caller's own ``torch.distributed.autograd.context()``, gradients go to the
     context: call ``torch.distributed.autograd.backward`` and step a ``DistributedOptimizer`` made
     of `parameter_rrefs`.
+
+    To a type checker, calling a pipe gives a ``Tensor``. Where the last layer returns something
+    else, say so: ``pipe: Pipe[tuple[Tensor, Tensor]] = Pipe(...)``.
 
     Args:
         module: an ``nn.Sequential`` whose layers can be pickled. Layers on the ``meta`` device are
@@ -169,11 +186,14 @@ class Pipe(nn.Module):
         self._seed = seed
         self._saving: saving.Saving | None = None
         self._average = True
+        self._timeline: Timeline | None = None  # while recording
         self._port = Port()
         self._collecting: tuple[int | None, list[Tensor]] = (None, [])
         self._remote_port = transport.publish(self._port)
         parts = divide(module, self.balance)
         blobs = [serialize(part) for part in parts]
+        for j, (count, blob) in enumerate(zip(self.balance, blobs, strict=True)):
+            logger.info("stage %d gets %d layers, %.1f MiB", j, count, len(blob) / 2**20)
         skips = SkipLayout([list(part.values()) for part in parts])
         self._ties = tied.find(parts)
         self._stages = [
@@ -198,6 +218,7 @@ class Pipe(nn.Module):
         )
         kinds = self._everywhere("be wrapped", replicas.wrap, plan)
         self._replicas = replicas.Replicas.of(self, world, kinds)
+        self._everywhere("measure its memory", memory.begin)
 
     # ---------------------------------------------------------------------------- construction
 
@@ -210,7 +231,7 @@ class Pipe(nn.Module):
         *,
         split: Sequence[str] | None = None,
         **options: Any,
-    ) -> Pipe:
+    ) -> Pipe[Out]:
         """Make a pipe of a module that is no ``nn.Sequential``.
 
         ``torch.export`` traces it, once in training and once in evaluation mode, and the trace is
@@ -297,6 +318,10 @@ class Pipe(nn.Module):
             self._everywhere("add up tied gradients", inside.exchange_ties, *args)
 
     # ------------------------------------------------------------------------------- training
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Out: ...
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on a mini-batch.
@@ -511,6 +536,7 @@ class Pipe(nn.Module):
             autocast=AutocastState.capture(),
             check_finite=self.check_finite,
             average=self._average,
+            recorded=self._timeline is None or self._timeline.wants_next(),
         )
 
     def _collectors(self, context: int | None) -> list[Tensor]:
@@ -573,7 +599,7 @@ class Pipe(nn.Module):
 
     # ------------------------------------------------------------------------------ inspection
 
-    def apply_to_stage(self, j: int, fn: Callable[[nn.Module], Any]) -> Any:
+    def apply_to_stage(self, j: int, fn: Callable[[nn.Module], T]) -> T:
         """Return ``fn(stage_module)``, called in stage ``j`` between mini-batches.
 
         Args:
@@ -588,7 +614,7 @@ class Pipe(nn.Module):
         require_sendable(fn, "what apply_to_stage calls")
         answer = self._stages[j].call("perform", inside.apply, fn)
         (value,) = self._collect([answer], f"call {getattr(fn, '__name__', fn)}")
-        return value
+        return value  # type: ignore[no-any-return]
 
     def named_parameters_info(self) -> list[inside.ParameterInfo]:
         """Name, shape, dtype, stage and device of each parameter, in the order of the layers.
@@ -731,14 +757,71 @@ class Pipe(nn.Module):
             last.wait()
 
     @contextmanager
-    def record(self) -> Iterator[Timeline]:
-        """Record when each stage runs which task; complete once the ``with`` is left."""
-        timeline = Timeline(self.checkpoint)
-        self._everywhere("start recording", inside.start_recording)
+    def record(self, every: int = 1) -> Iterator[Timeline]:
+        """Record when each stage runs which task; complete once the ``with`` is left.
+
+        Recording takes some microseconds a task and may stay on: of a long run the last 100,000
+        tasks of each stage are kept. Times of other hosts are told in the driver's clock, by round
+        trips at the start and at the end.
+
+        Args:
+            every: record the first step and then each ``every``-th one.
+
+        Raises:
+            ValueError: ``every`` is no whole number of at least 1, or the pipe is recording.
+        """
+        timeline = Timeline(self._setting(), every)
+        if self._timeline is not None:
+            raise ValueError("the pipe is recording: a timeline inside of another has no steps")
+        theirs = self._everywhere("start recording", inside.start_recording)
+        first = self._clocks(theirs)
+        self._timeline = timeline
         try:
             yield timeline
         finally:
-            timeline.events = self._everywhere("give its record", inside.stop_recording)
+            self._timeline = None
+            found = self._everywhere("give its record", inside.stop_recording)
+            last = self._clocks(theirs)
+            timeline.events = [
+                aligned(events, Clock(*seen))
+                for events, *seen in zip(found, first, last, strict=True)
+            ]
+
+    def memory(self) -> Memory:
+        """What each stage holds in parameters, gradients and optimizer state, and its peak.
+
+        Peaks are those since the call before, or since the pipe was made: call it after a few
+        steps. A stage on the CPU is measured by its process's resident memory (Linux starts a new
+        peak each time; elsewhere it is the process's peak), one on a GPU by torch's allocator.
+        Whatever else these processes do, another pipe too, counts as well: in the first step, the
+        code it loads, and always what glibc's allocator keeps of freed memory. With
+        ``MALLOC_MMAP_THRESHOLD_=32768`` in the environment that is nothing, and a step is slower.
+
+        Returns:
+            `Memory`: rows in bytes (``.stages``), and a table as ``str()``.
+        """
+        return Memory(self._everywhere("measure its memory", memory.look))
+
+    def _setting(self) -> Setting:
+        processes = [self._world.process(j) for j in range(self._world.stages)]
+        places = [
+            f"{process.host}, {device}"
+            for process, device in zip(processes, self._devices, strict=True)
+        ]
+        return Setting(self.checkpoint, self.balance, places, socket.gethostname())
+
+    def _clocks(self, theirs: Sequence[str]) -> list[Seen]:
+        """How far each stage's clock is ahead of the driver's: not at all, if it is the same."""
+
+        def ask(j: int) -> float:
+            answer = self._stages[j].call("perform", clock.read)
+            return float(transport.value_of(answer, f"stage {j} to tell the time"))
+
+        ours = clock.identity()
+        return [
+            Seen(0.0, 0.0) if their == ours else clock.look(functools.partial(ask, j))
+            for j, their in enumerate(theirs)
+        ]
 
     def parameters(self, recurse: bool = True) -> NoReturn:
         """Not to be had on the driver: parameters live in the stages."""

@@ -148,13 +148,13 @@ class Replicas:
     in all of them; the next one works.
     """
 
-    def __init__(self, pipe: Pipe, world: World, sharded: bool) -> None:
+    def __init__(self, pipe: Pipe[Any], world: World, sharded: bool) -> None:
         self._everywhere, self._world = pipe._everywhere, world
         self._broken: str | None = None
         self._sharded = sharded
 
     @staticmethod
-    def of(pipe: Pipe, world: World, kinds: Sequence[str]) -> Replicas | None:
+    def of(pipe: Pipe[Any], world: World, kinds: Sequence[str]) -> Replicas | None:
         """Those of a pipe, if its stages are averaged at all.
 
         Args:

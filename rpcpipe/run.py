@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 
-from rpcpipe import entry, groups, liveness, network, placement, saving, transport
+from rpcpipe import entry, groups, liveness, log, network, placement, saving, transport
 from rpcpipe.errors import StageLost, StageTimeout
 from rpcpipe.launched import Launched, Wishes
 from rpcpipe.liveness import Care, Limits
@@ -39,7 +39,7 @@ __all__ = ["run"]
 
 T = TypeVar("T")
 
-logger = logging.getLogger("rpcpipe")
+logger = log.logger
 
 JOIN_TIMEOUT = 300.0  # seconds, for all processes of a job to come up
 LOOPBACK = "127.0.0.1"
@@ -355,6 +355,7 @@ class _StageProcesses:
                 "seat": asdict(self._seats[j + self._layout.dedicated]),
                 "port": self._port,
                 "driver": os.getpid(),
+                "log_level": logger.getEffectiveLevel(),
             }
             for j in range(self._layout.stages)
         }
@@ -450,12 +451,20 @@ def _preparation() -> dict[str, Any]:
     return main
 
 
-def _live(main: dict[str, Any], stages: int, seat: dict[str, Any], port: int, driver: int) -> None:
+def _live(
+    main: dict[str, Any],
+    stages: int,
+    seat: dict[str, Any],
+    port: int,
+    driver: int,
+    log_level: int,
+) -> None:
     """The life of a stage process."""
     threading.Thread(target=_die_with, args=(driver,), daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     _import_main(main)
+    log.show(log_level)  # after the script, which may set up logging its own way
     layout = Layout(stages, 1, dedicated=True)
     arrival = Arrival.here(seat["role"], local_rank=seat["role"])
     process = _sit(Seat(**seat), layout, arrival)
@@ -494,6 +503,7 @@ def _joined(
     Yields the world to a driver. Elsewhere yields ``None``, once the driver needs nothing more.
     """
     rank = process.rank
+    log.be(rank, "driver" if layout.is_driver(rank) else f"stage {layout.stage(rank)}")
     process.tell(store)
     replica = layout.replica(rank)
     per_pipeline = layout.ranks_per_pipeline

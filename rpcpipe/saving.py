@@ -43,7 +43,7 @@ VERSION = 1
 
 
 def save(
-    pipe: Pipe, directory: Path, keep: int | None, block: bool, values: Mapping[str, Any]
+    pipe: Pipe[Any], directory: Path, keep: int | None, block: bool, values: Mapping[str, Any]
 ) -> Path | None:
     _check_names(values)
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
@@ -77,7 +77,7 @@ class Saving:
 
     def __init__(
         self,
-        pipe: Pipe,
+        pipe: Pipe[Any],
         draft: folder.Draft,
         keep: int | None,
         values: Mapping[str, Any],
@@ -167,7 +167,7 @@ def _options(optimizers: Mapping[str, PipeOptimizer]) -> dict[str, Any]:
     }
 
 
-def _of_driver(pipe: Pipe, values: Mapping[str, Any]) -> dict[str, Any]:
+def _of_driver(pipe: Pipe[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     found = {
         name: _give(value) for name, value in values.items() if not isinstance(value, PipeOptimizer)
     }

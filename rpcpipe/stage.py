@@ -10,7 +10,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import InvalidStateError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from rpcpipe.errors import Failure, StageLost
 from rpcpipe.finite import require_finite
 from rpcpipe.loss import TARGETS, Loss, LossFailed
 from rpcpipe.mailbox import Mailbox, Name, Parcel, require_picklable
+from rpcpipe.recorder import Event, Recorder
 from rpcpipe.schedule import Program, Task
 from rpcpipe.skip.namespace import Key
 from rpcpipe.skip.store import SkipStore, use_store
@@ -51,16 +52,7 @@ class Order:
     check_finite: bool = False  # whether a value that is not finite is a failure
     average: bool = True  # gradients over the replicas, in the last backward pass
     loss: Loss | None = None  # for the last stage, which then also takes targets
-
-
-@dataclass(frozen=True)
-class Event:
-    """One task as it was executed; times in seconds of the host's monotonic clock."""
-
-    step: int
-    task: Task
-    start: float
-    end: float
+    recorded: bool = True  # if the stage is recording
 
 
 class Partition(nn.Sequential):
@@ -127,7 +119,9 @@ class _Run:
         _settle(self.gradients[i], gradients)
 
     def depart(self, i: int) -> boundary.Gradients | None:
-        return self.departures[i].result()  # type: ignore[no-any-return]
+        departing = self.departures[i].result()
+        self.departures[i] = Slot()  # as large as the stage's input: not kept until all are done
+        return departing  # type: ignore[no-any-return]
 
     def abort(self, why: str) -> None:
         """Let everybody who waits for this run, now or later, have an exception instead.
@@ -187,7 +181,7 @@ class Stage:
         self.partition: Partition  # the layers, by their names in the whole model
         self.module: nn.Module  # what is called: the partition, or what its user has wrapped it in
         self.averaging = Averaging()
-        self.events: list[Event] | None = None  # a list while recording
+        self.recorder: Recorder | None = None
         self.extras: dict[str, Any] = {}  # optimizers and the like, which belong to other rooms
         self._unpacked: tuple[bytes, Callable[..., Any]] | None = None  # the last loss function
         self._mailbox = Mailbox()
@@ -382,13 +376,11 @@ class Stage:
             else:
                 self._fail_backward(run, failure)
 
-    @contextmanager
-    def _timed(self, run: _Run, kind: str, i: int) -> Iterator[None]:
+    def _timed(self, run: _Run, kind: str, i: int) -> AbstractContextManager[None]:
         """Put a task into the record, without the time it waited."""
-        start = time.monotonic()
-        yield
-        if self.events is not None:
-            self.events.append(Event(run.order.step, Task(kind, i), start, time.monotonic()))
+        if self.recorder is None or not run.order.recorded:
+            return nullcontext()
+        return self.recorder.task(run.order.step, Task(kind, i))
 
     def _forward(self, run: _Run, i: int) -> None:
         self._do("waits for micro-batch {i} of step {step} from {before}", run, i)
@@ -528,6 +520,7 @@ class Stage:
         self._do("waits for the gradient of micro-batch {i} of step {step}", run, i)
         gradients = run.gradients[i].result()
         self._do("computes the backward pass of micro-batch {i} of step {step}", run, i)
+        run.gradients[i] = Slot()  # as large as the stage's output: not kept until all are done
         kept = run.kept.pop(i)
         last = run.cursor == len(run.order.program)
 

@@ -19,6 +19,7 @@ from rpcpipe.errors import Failure, StageLost, StageTimeout
 from rpcpipe.loss import TARGETS
 from rpcpipe.mailbox import Mailbox, Name, Parcel
 from rpcpipe.stage import Order
+from rpcpipe.timeline import shown
 
 if TYPE_CHECKING:
     from rpcpipe.pipe import Pipe
@@ -45,10 +46,11 @@ class Step:
     """One mini-batch, as its driver sees it, until its backward pass is done or impossible."""
 
     def __init__(
-        self, pipe: Pipe, order: Order, batches: list[Any], tape: transport.Tape | None
+        self, pipe: Pipe[Any], order: Order, batches: list[Any], tape: transport.Tape | None
     ) -> None:
         self.order = order
         self.reported: list[Failure] = []
+        self.timeline = pipe._timeline if order.recorded else None
         self._stages = pipe._stages
         self._port = pipe._port
         self._turn = pipe._turn
@@ -85,6 +87,7 @@ class Step:
         inputs: dict[Name, Parcel] = {None: Parcel(args, kwargs)}
         return {**inputs, TARGETS: Parcel(tuple(targets))} if targets else inputs
 
+    @shown("forward")
     def forward(self) -> list[Any]:
         """Run the forward programs; returns the last stage's value for each micro-batch."""
         self._live = True
@@ -197,6 +200,7 @@ class Step:
             leaves[k] = result
         return pytree.tree_unflatten(leaves, spec)
 
+    @shown("backward")
     def _backward(self, gradients: boundary.Gradients) -> list[Tensor | None]:
         """Run the backward programs; returns the gradients of the inputs."""
         if not self._live:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import add
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from rpcpipe import log
 from rpcpipe.balance.partition import check_stages, partition
 from rpcpipe.balance.sandbox import alias, cuda_devices, preserved_rng, sandbox, storages
 from rpcpipe.skip.namespace import Key
@@ -21,7 +23,16 @@ from rpcpipe.skip.skippable import pop_keys, stash_keys
 from rpcpipe.skip.store import SkipStore, use_store
 from rpcpipe.skip.verify import verify_skippables
 
-__all__ = ["by_size", "by_time", "layer_sizes", "layer_times"]
+__all__ = [
+    "by_size",
+    "by_time",
+    "check",
+    "layer_activations",
+    "layer_sizes",
+    "layer_times",
+    "pass_times",
+    "weight_bytes",
+]
 
 _WARM_UPS = 2  # the first run loads and tunes kernels, the second allocates what the rest reuse
 
@@ -66,7 +77,7 @@ def by_time(
         ValueError: parts of the module are on the meta device or not initialised yet, or
             ``repeats`` or ``bandwidth`` is not positive.
     """
-    _check(n, module)
+    check(n, module)
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1; got {repeats}")
     if bandwidth is not None and not bandwidth > 0:
@@ -124,11 +135,12 @@ def by_size(
         ValueError: parts of the module are not initialised yet, or it is on the meta device and
             needs values.
     """
-    _check(n, module)
+    check(n, module)
     return partition(layer_sizes(module, sample, param_factor, chunks), n)
 
 
-def _check(n: int, module: nn.Sequential) -> None:
+def check(n: int, module: nn.Sequential) -> None:
+    """Raise for what cannot be profiled or divided, before anything runs."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be an nn.Sequential; got {type(module).__name__}")
     check_stages(n, len(module))
@@ -164,37 +176,65 @@ def _training(module: nn.Module, stand_in: Callable[[Tensor], Tensor] = alias) -
 class _Run(NamedTuple):
     """One run of one layer: how long it took, and what it made, detached."""
 
-    seconds: float
+    forward: float
+    backward: float
     output: Any
     skips: Skips
 
 
+class _Times(NamedTuple):
+    """Of one layer in one run: seconds, and bytes exchanged behind it."""
+
+    forward: float
+    backward: float
+    sent: int
+    skips: dict[Key, int]  # bytes of what it stashes
+
+
+class PassTimes(NamedTuple):
+    """A list of one value a layer each."""
+
+    forward: list[float]
+    backward: list[float]
+    sent: list[int]
+    skips: list[dict[Key, int]]
+
+
 def layer_times(module: nn.Sequential, sample: Any, repeats: int) -> tuple[list[float], list[int]]:
     """Seconds of each layer, and bytes exchanged behind it: forward, and back as a gradient."""
+    times = pass_times(module, sample, repeats)
+    return list(map(add, times.forward, times.backward)), times.sent
+
+
+def pass_times(module: nn.Sequential, sample: Any, repeats: int) -> PassTimes:
+    """The same with the seconds of each layer's forward and backward pass apart."""
     devices = cuda_devices(_tensors_of(module, sample))
     with preserved_rng(devices):
         # Sweeps over all layers, so that a busy moment of the machine falls on one run of many
         # layers, and not on all runs of one.
-        sweeps = [_sweep(module, sample, devices) for _ in range(_WARM_UPS + repeats)]
-    seconds = [
-        median(times) for times in zip(*(times for times, _ in sweeps[_WARM_UPS:]), strict=True)
-    ]
-    return seconds, sweeps[-1][1]
+        times = _WARM_UPS + repeats
+        work = log.progress(range(times), times, f"timing {len(module)} layers")
+        sweeps = [_sweep(module, sample, devices) for _ in work]
+    counted = sweeps[_WARM_UPS:]
+    log.logger.info("timed %d layers, %d times each", len(module), len(sweeps))
+    forward = [median(run.forward for run in runs) for runs in zip(*counted, strict=True)]
+    backward = [median(run.backward for run in runs) for runs in zip(*counted, strict=True)]
+    last = counted[-1]
+    return PassTimes(forward, backward, [run.sent for run in last], [run.skips for run in last])
 
 
-def _sweep(
-    module: nn.Sequential, sample: Any, devices: list[torch.device]
-) -> tuple[list[float], list[int]]:
-    seconds, sent = [], []
+def _sweep(module: nn.Sequential, sample: Any, devices: list[torch.device]) -> list[_Times]:
+    times = []
     value, skips = sample, Skips()
     for layer in module:
         with _training(layer):
             run = _run(layer, value, skips, devices)
         value = run.output
         skips |= run.skips
-        seconds.append(run.seconds)
-        sent.append(sum(t.nbytes * (1 + t.requires_grad) for t in _tensors(value)))
-    return seconds, sent
+        sent = sum(t.nbytes * (1 + t.requires_grad) for t in _tensors(value))
+        stashed = {key: 0 if t is None else t.nbytes for key, t in run.skips.items()}
+        times.append(_Times(run.forward, run.backward, sent, stashed))
+    return times
 
 
 def _run(layer: nn.Module, value: Any, skips: Skips, devices: list[torch.device]) -> _Run:
@@ -210,7 +250,7 @@ def _run(layer: nn.Module, value: Any, skips: Skips, devices: list[torch.device]
     backward = 0.0
     if ends:
         _, backward = _timed(lambda: torch.autograd.backward(ends, grads), devices)
-    return _Run(forward + backward, _on_tensors(_detached, output), _on_tensors(_detached, made))
+    return _Run(forward, backward, _on_tensors(_detached, output), _on_tensors(_detached, made))
 
 
 def _timed(call: Callable[[], Any], devices: list[torch.device]) -> tuple[Any, float]:
@@ -243,21 +283,34 @@ def layer_sizes(
 ) -> list[float]:
     """Bytes each layer holds in training: parameters by the factor, activations by the chunks."""
     with preserved_rng(cuda_devices(_tensors_of(module, sample))):
-        activations = _activations(module, sample)
+        activations = layer_activations(module, sample)
     return [
-        _weight_bytes(layer, param_factor) + chunks * size
+        weight_bytes(layer, param_factor) + chunks * size
         for layer, size in zip(module, activations, strict=True)
     ]
 
 
-def _weight_bytes(layer: nn.Module, param_factor: float) -> float:
+def weight_bytes(layer: nn.Module, param_factor: float) -> float:
     parameters = sum(
         p.nbytes * (param_factor if p.requires_grad else 1) for p in layer.parameters()
     )
     return parameters + sum(b.nbytes for b in layer.buffers())
 
 
-def _activations(module: nn.Sequential, sample: Any) -> list[int]:
+def layer_activations(module: nn.Sequential, sample: Any) -> list[int]:
+    """Bytes each layer adds to what is held for the backward pass, its output included."""
+    return [holdings.added for holdings in layer_holdings(module, sample)]
+
+
+class Holdings(NamedTuple):
+    """Bytes one layer adds to what is held for the backward pass, each memory counted once."""
+
+    added: int  # saved by its operations, or its result
+    saved: int  # by its operations alone
+    given: int  # of ``saved``, what it was given: no layer before had saved that
+
+
+def layer_holdings(module: nn.Sequential, sample: Any) -> list[Holdings]:
     tensors = _tensors_of(module, sample)
     real = [t.device for t in tensors if not t.is_meta]
     home = real[-1] if real else torch.device("cpu")  # the sample's, if it has one
@@ -278,25 +331,33 @@ def _activations(module: nn.Sequential, sample: Any) -> list[int]:
     return _count(module, sample, alias)
 
 
-def _count(module: nn.Sequential, sample: Any, stand_in: Callable[[Tensor], Tensor]) -> list[int]:
-    """Bytes each layer adds to what is held from the forward pass to the backward pass."""
-    sizes = []
+def _count(
+    module: nn.Sequential, sample: Any, stand_in: Callable[[Tensor], Tensor]
+) -> list[Holdings]:
+    found = []
     with _training(module, stand_in), use_store(SkipStore()):
-        weights = storages([*module.parameters(), *module.buffers()])
+        weights = storages([*module.parameters(), *module.buffers()]).keys()
         held: dict[int, torch.UntypedStorage] = {}  # held, for else an identity may come again
+        saved: set[int] = set()  # what of it operations have asked for
 
         def hold(tensor: Tensor) -> Tensor:
             held.update(storages([tensor]))
             return tensor
+
+        def save(tensor: Tensor) -> Tensor:
+            saved.update(storages([tensor]).keys() - weights)
+            return hold(tensor)
 
         value = _on_tensors(
             lambda t: stand_in(t).requires_grad_(t.requires_grad).clone(),  # no leaf, no change
             sample,
         )
         for layer in module:
-            before = held.keys() | weights.keys()
-            with saved_tensors_hooks(hold, lambda tensor: tensor):
+            before, saved_before = held.keys() | weights, set(saved)
+            given = storages(_tensors(value))
+            with saved_tensors_hooks(save, lambda tensor: tensor):
                 value = layer(value)
             _on_tensors(hold, value)
-            sizes.append(sum(s.nbytes() for key, s in held.items() if key not in before))
-    return sizes
+            new = held.keys() - before, saved - saved_before, (saved - saved_before) & given.keys()
+            found.append(Holdings(*(sum(held[key].nbytes() for key in keys) for keys in new)))
+    return found
