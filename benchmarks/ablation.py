@@ -114,12 +114,13 @@ class AtOnce(_Unchained):
                 super(AtOnce, self)._execute(run, Task("B", i))
 
         run.arrive = compute  # type: ignore[method-assign]
+        self._departures = list(run.departures)  # the run lets go of each once it has left
 
     def _execute(self, run: _Run, task: Task) -> None:
         if task.kind == "F":
             super()._execute(run, task)
         if task.kind == "B":  # another thread does it
-            run.departures[task.i].result()
+            self._departures[task.i].result()
 
 
 class Carry(nn.Module):

@@ -232,7 +232,7 @@ def chosen(name: str | None) -> Iterator[None]:
         yield
     finally:
         if before is None:
-            del os.environ[VARIABLE]
+            os.environ.pop(VARIABLE, None)
         else:
             os.environ[VARIABLE] = before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import subprocess
 import sys
@@ -158,6 +159,8 @@ def test_next_step_is_right_and_nothing_is_held(world: World, deed: Any) -> None
     pipe, plain = pipe_of(world)
     for _ in range(3):
         check_step(pipe, plain, torch.randn(8, 4))
+    gc.collect()  # pipes of tests before
+    await_equal(lambda: [held["num_owner_rrefs"] for held in held_everywhere(pipe)], [0, 1, 1])
     idle = held_everywhere(pipe)
     deed(pipe)
     check_step(pipe, plain, torch.randn(8, 4))
