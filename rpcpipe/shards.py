@@ -11,6 +11,7 @@ read.
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pathlib
@@ -236,6 +237,14 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
             return torch.serialization._get_layout
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member  # how an early Python 3.11 pickles one
         if module.split(".")[0] == "pathlib":  # where it was saved, on whatever system
             return pathlib.PurePosixPath
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a checkpoint's")
+
+
+def _enum_member(cls: Any, name: str) -> Any:
+    if isinstance(cls, type) and issubclass(cls, enum.Enum):
+        return cls[name]
+    raise pickle.UnpicklingError(f"it asks {cls!r} for {name}, which is not a checkpoint's")

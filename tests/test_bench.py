@@ -63,7 +63,8 @@ def test_a_slowed_stage_raises_the_limit() -> None:
     first, second = slowed.costs()
     assert second.f > first.f + 0.04
     assert second.r > first.r + 0.04
-    assert slowed.seconds() > equal.seconds() + 0.04 * (2 * workloads.M - 1)
+    # All its forward passes and recomputations, one after the other.
+    assert slowed.seconds() > max(equal.seconds(), 0.04 * (2 * workloads.M - 1))
 
 
 @two
