@@ -19,7 +19,7 @@ def count(module: nn.Module) -> int:
 def train(world: rpcpipe.World, steps: int) -> float:
     assert_type(world.stages, int)
     assert_type(world.device(0), torch.device)
-    assert_type(world.hosts(), dict[str, list[str]])
+    assert_type(world.hosts(), list[str])
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     pipe = rpcpipe.Pipe(model, world, balance=[1, 1], chunks=2)
     assert_type(pipe, rpcpipe.Pipe[Tensor])
