@@ -118,7 +118,7 @@ def check_ends(case: Case) -> None:
     """A plain script with this fault: all learn of it, and nothing is left."""
     ended = case.run()
     assert ended.code not in (0, None), ended
-    await_true(lambda: not case.lab.processes(), 8.0)
+    await_true(lambda: not case.lab.processes(), 20.0)
     case.check_noticed(least=2 if case.fault.stage is None else 1)
     case.check_raised()
     if case.fault.stage is not None:

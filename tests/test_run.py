@@ -109,7 +109,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     lab = Lab(tmp_path)
     try:
         yield lab
-        await_true(lambda: not lab.processes(), 2.0)
+        await_true(lambda: not lab.processes(), 10.0)
     finally:
         lab.close()
     assert not list(lab.tmp.iterdir()), "temporary files were left"
@@ -451,7 +451,7 @@ def test_stages_do_not_outlive_a_driver_that_is_killed(lab: Lab) -> None:
     process, _ = start_computing(lab)
     process.kill()
     process.wait()
-    await_true(lambda: not lab.processes(), 2.0)
+    await_true(lambda: not lab.processes(), 10.0)
     for folder in lab.tmp.iterdir():  # nobody was left to remove the logs
         subprocess.run(["rm", "-r", folder], check=True)
 
