@@ -112,7 +112,8 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
         await_true(lambda: not lab.processes(), 10.0)
     finally:
         lab.close()
-    assert not list(lab.tmp.iterdir()), "temporary files were left"
+    left = [path for path in lab.tmp.iterdir() if not path.name.startswith("torchinductor_")]
+    assert not left, "temporary files were left"  # torch's own cache stays for the next process
 
 
 # -------------------------------------------------------------------------------- clean runs
