@@ -170,10 +170,11 @@ class Line:
         self._left.set()
         if self._watcher is None:
             return
-        patience = None if self._closing else watcher.LINGER + 3.0
-        if not self._closing:
+        # Before anything is said: the watcher may end at once, and is not lost.
+        orderly, self._closing = self._closing, True
+        patience = None if orderly else watcher.LINGER + 3.0
+        if not orderly:
             self._send("quit")
-        self._closing = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         try:
