@@ -157,11 +157,7 @@ class Pipe(nn.Module, Generic[Out]):
     ) -> None:
         super().__init__()
         check_module(module)
-        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-            raise ValueError(f"chunks= is a whole number of at least 1, got {chunks!r}")
-        schedule.checkpointed(1, checkpoint)
-        if devices is not None and len(devices) != world.stages:
-            raise ValueError(f"devices= names one for each of {world.stages} stages: {devices}")
+        _check_options(world, chunks, checkpoint, devices)
         if balance is None and sample is not None:
             balance = balances.by_time(world.stages, module, sample)
         balances.validate(balance, len(module), world.stages)
@@ -190,6 +186,16 @@ class Pipe(nn.Module, Generic[Out]):
         self._port = Port()
         self._collecting: tuple[int | None, list[Tensor]] = (None, [])
         self._remote_port = transport.publish(self._port)
+        self._construct(module, seed, deferred_batch_norm)
+        kinds = self._everywhere("be wrapped", replicas.wrap, plan)
+        self._replicas = replicas.Replicas.of(self, world, kinds)
+        self._everywhere("measure its memory", memory.begin)
+
+    # ---------------------------------------------------------------------------- construction
+
+    def _construct(self, module: nn.Sequential, seed: int | None, deferred: bool) -> None:
+        """Divide the module, and have each stage made of its part."""
+        world = self._world
         parts = divide(module, self.balance)
         blobs = [serialize(part) for part in parts]
         for j, (count, blob) in enumerate(zip(self.balance, blobs, strict=True)):
@@ -212,15 +218,10 @@ class Pipe(nn.Module, Generic[Out]):
         start = torch.initial_seed()
         self._build(
             [
-                Part(blob, first, start, seed, deferred_batch_norm, self.training)
+                Part(blob, first, start, seed, deferred, self.training)
                 for blob, first in zip(blobs, firsts, strict=False)
             ]
         )
-        kinds = self._everywhere("be wrapped", replicas.wrap, plan)
-        self._replicas = replicas.Replicas.of(self, world, kinds)
-        self._everywhere("measure its memory", memory.begin)
-
-    # ---------------------------------------------------------------------------- construction
 
     @classmethod
     def from_module(
@@ -857,3 +858,11 @@ class Pipe(nn.Module, Generic[Out]):
 
 def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def _check_options(world: World, chunks: Any, checkpoint: str, devices: Any) -> None:
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"chunks= is a whole number of at least 1, got {chunks!r}")
+    schedule.checkpointed(1, checkpoint)
+    if devices is not None and len(devices) != world.stages:
+        raise ValueError(f"devices= names one for each of {world.stages} stages: {devices}")

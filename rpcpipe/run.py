@@ -120,10 +120,9 @@ def run(
     if not _running.acquire(blocking=False):
         raise RuntimeError("run() is under way in this process; it can be in one run at a time")
     try:
-        with chosen(transport):
-            if launched is None:
-                return _run_here(fn, args, layout, wishes, limits)
-            return _run_launched(fn, args, layout, wishes, limits, launched)
+        if launched is None:
+            return _run_here(fn, args, layout, wishes, limits, transport)
+        return _run_launched(fn, args, layout, wishes, limits, transport, launched)
     finally:
         _running.release()
 
@@ -149,21 +148,25 @@ def _run_launched(
     layout: Layout,
     wishes: Wishes,
     limits: Limits,
+    transport_name: str | None,
     launched: Launched,
 ) -> T | None:
     # One host: nothing outside it has to reach any process.
     towards = None if launched.single_host else (launched.master, launched.port)
-    with network.using(towards):
-        scope = f"rpcpipe/{launched.attempt}/{next(_launched_runs)}"
-        store = dist.PrefixStore(scope, _launchers_store())
-        process = _take_seat(layout, wishes, launched, store)
-        if process.rank == 0:
-            store.set("job", uuid.uuid4().hex)
-        in_groups = groups.joined(layout, process.rank, dist.PrefixStore("groups", store))
-        with in_groups, _joined(layout, process, store, Care(limits)) as world:
-            result = None if world is None else fn(world, *args)
-        _await_all_left(launched, store)
-        return result
+    with ExitStack() as stack:
+        # In the environment, and so not for longer: fn may start processes of its own.
+        with chosen(transport_name), network.using(towards):
+            scope = f"rpcpipe/{launched.attempt}/{next(_launched_runs)}"
+            store = dist.PrefixStore(scope, _launchers_store())
+            process = _take_seat(layout, wishes, launched, store)
+            if process.rank == 0:
+                store.set("job", uuid.uuid4().hex)
+            own_store = dist.PrefixStore("groups", store)
+            stack.enter_context(groups.joined(layout, process.rank, own_store))
+            world = stack.enter_context(_joined(layout, process, store, Care(limits)))
+        result = None if world is None else fn(world, *args)
+    _await_all_left(launched, store)
+    return result
 
 
 def _take_seat(layout: Layout, wishes: Wishes, launched: Launched, store: dist.Store) -> Process:
@@ -218,25 +221,40 @@ def _await_all_left(launched: Launched, store: dist.Store) -> None:
 
 
 def _run_here(
-    fn: Callable[..., T], args: tuple[Any, ...], layout: Layout, wishes: Wishes, limits: Limits
+    fn: Callable[..., T],
+    args: tuple[Any, ...],
+    layout: Layout,
+    wishes: Wishes,
+    limits: Limits,
+    transport_name: str | None,
 ) -> T:
     transport.renew("the driver", limits.timeout)
     arrivals = [Arrival.here(rank, local_rank=rank) for rank in range(layout.world_size)]
     seats = _give_out(layout, wishes, arrivals)
     with ExitStack() as stack:
         stack.enter_context(_terminating_by_exception())
-        processes = stack.enter_context(_stage_processes(layout, seats))
-        stack.enter_context(network.using(None))
-        with processes.explaining():
+        with chosen(transport_name):
+            processes = stack.enter_context(_stage_processes(layout, seats))
+            world = stack.enter_context(_driving(processes, layout, seats, limits))
+        return fn(world, *args)
+
+
+@contextmanager
+def _driving(
+    processes: _StageProcesses, layout: Layout, seats: list[Seat], limits: Limits
+) -> Iterator[World]:
+    """Be the driver of stage processes that are coming up."""
+    with ExitStack() as stack:
+        with network.using(None), processes.explaining():
             store = processes.store()
             store.set("job", uuid.uuid4().hex)
             processes.await_told(store)
-            process = _sit(seats[0], layout, arrivals[0])
+            process = _sit(seats[0], layout, Arrival.here(0, local_rank=0))
             care = Care(limits, processes.last_words, processes.folder)
             joined = _joined(layout, process, store, care, processes.let_go)
             world = stack.enter_context(joined)
         assert world is not None
-        return fn(world, *args)
+        yield world
 
 
 @contextmanager

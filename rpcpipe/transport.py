@@ -232,7 +232,7 @@ def chosen(name: str | None) -> Iterator[None]:
         yield
     finally:
         if before is None:
-            os.environ.pop(VARIABLE, None)
+            del os.environ[VARIABLE]
         else:
             os.environ[VARIABLE] = before
 

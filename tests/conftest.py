@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -31,12 +30,9 @@ def cluster(stages: int) -> Iterator[rpcpipe.World]:
         except BaseException as exc:
             worlds.put(exc)
 
-    before = dict(os.environ)
     thread = threading.Thread(target=start)
     thread.start()
     world = worlds.get(timeout=60)
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]  # run's own; what other tests start is not to have it
     if isinstance(world, BaseException):
         raise world
     try:

@@ -358,3 +358,17 @@ def test_gradients_of_micro_batches_that_are_done_are_not_kept(world: World) -> 
     assert len(alive) == m
     # Inputs of micro-batches still to come go down by one a time; gradients do not replace them.
     assert alive[-1] <= max(alive) - (m - 2), alive
+
+
+@two
+def test_what_the_driver_starts_does_not_inherit_the_runs_network(world: World) -> None:
+    """Jobs on two hosts failed that were started while a pipe of one host was open.
+
+    ``run`` named its interface and transport in the environment for as long as it lasted, and
+    the processes that its function started took them for theirs. They are there while processes
+    join, and no longer.
+    """
+    names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "RPCPIPE_TRANSPORT")
+    assert not set(names) & os.environ.keys()
+    pipe = rpcpipe.Pipe(mlp(), world, balance=[3, 3])
+    assert pipe(torch.randn(2, 4)).shape == (2, 2)

@@ -7,6 +7,7 @@ refuses to time one whose gradients differ.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from benchmarks import workloads
 from benchmarks.children import Commands
 
 
-class Peer:
+class Peer(ABC):
     """One process of a peer."""
 
     def __init__(self, rank: int, n: int, port: int) -> None:
@@ -37,21 +38,22 @@ class Peer:
 
     processes = 1  # beyond one for each stage, or all of them where stages are threads
 
-    def start(self) -> None:
+    def start(self) -> None:  # noqa: B027, not every peer has others
         """Meet the others."""
 
+    @abstractmethod
     def load(self, workload: str, n: int, mode: str, quick: bool) -> None:
         """Make the model of a workload, in ``n`` stages, recomputing by our ``mode``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self) -> Any:
-        raise NotImplementedError
+        """One forward and backward pass."""
 
+    @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
         """Those this process holds, by the names of the whole model; cleared thereafter."""
-        raise NotImplementedError
 
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027
         """Leave the others."""
 
 

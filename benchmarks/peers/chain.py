@@ -97,8 +97,8 @@ class Chain(Peer):
     def _settled(self, context: int) -> dict[str, Tensor]:
         """The gradients once they change no more.
 
-        The engine (torch 2.13) may return before all stages are done: a step of this peer may be
-        timed too short, and never too long.
+        In torch 2.13 the first steps of this peer have had none, or not all of them, when its
+        backward pass returned, for a cause we do not know. A step of it may be timed too short.
         """
         before: dict[str, Tensor] = {}
         for _ in range(20):
