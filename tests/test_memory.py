@@ -59,8 +59,11 @@ class Wide(nn.Module):
 @two
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are not reset here")
 def test_peak_of_activations_is_that_of_the_mode_and_begins_anew(world: World) -> None:
-    rows, m = 64, 8
-    one = rows // m * 64 * 1024 * 4  # bytes of a tensor of one micro-batch: 2 MiB
+    # Each tensor is larger than the 32 MiB up to which glibc may serve it from its heap. There a
+    # freed hole is not found again for a tensor of the same size, and resident memory says several
+    # times what is in use.
+    rows, m = 3 * 144, 3
+    one = rows // m * 64 * 1024 * 4  # bytes of a tensor of one micro-batch: 36 MiB
     x = torch.ones(rows, 64, requires_grad=True)
     peaks = {}
     for checkpoint in ("never", "always"):
@@ -72,10 +75,9 @@ def test_peak_of_activations_is_that_of_the_mode_and_begins_anew(world: World) -
         pipe.memory()
         pipe(x).sum().backward()
         peaks[checkpoint] = pipe.memory().stages[0].activations
-        assert pipe.memory().stages[0].activations < peaks[checkpoint] / 2  # nothing happened
-    # The allocator keeps some of what is freed in between: resident memory is a bound from above.
-    assert 4 * m * one <= peaks["never"] < 8 * m * one
-    assert 4 * one <= peaks["always"] < 0.8 * peaks["never"]
+        assert pipe.memory().stages[0].activations < one / 2  # nothing happened
+    assert 4 * m * one <= peaks["never"] < (4 * m + 3) * one
+    assert 4 * one <= peaks["always"] < (4 + 3) * one
 
 
 def test_table_is_in_mebibytes() -> None:
