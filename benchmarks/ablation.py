@@ -20,7 +20,7 @@ from rpcpipe.schedule import Task, ideal_time
 from rpcpipe.skip.namespace import Key
 from rpcpipe.skip.skippable import pop_keys, skips_of, stash_keys
 from rpcpipe.skip.store import SkipStore, use_store
-from rpcpipe.stage import Order, Stage, Values, _forward_to, _Run
+from rpcpipe.stage import Order, Stage, Values, _Run
 
 # torchgpipe 0.0.5 adds its components one by one: U-Net (5, 64) on 4 Tesla P40, from its
 # benchmarks/unet-timeline: throughput and utilization.
@@ -46,15 +46,15 @@ class LateRecompute(Stage):
 class LateFetch(Stage):
     """Asks for a micro-batch when it is about to compute it, not ahead."""
 
-    def begin(self, order: Order) -> None:
-        run = self._runs[order.step] = _Run(order, list(self._sources))
+    def begin(self, order: Order, brought: Sequence[Values] = ()) -> None:
         self._wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._jobs.put(lambda: self._advance(run))
+        self._unasked: dict[int, tuple[_Run, int, Values]] = {}
+        super().begin(order, brought)
         for _ in range(order.m):  # on this thread, which is in the step's autograd context
-            i = self._wanted.get(timeout=60)
-            for name, source in self._sources.items():
-                answer = source.call("take", order.step, i, name)
-                answer.add_done_callback(_forward_to(run.received[i][name]))
+            super()._ask(*self._unasked[self._wanted.get(timeout=60)])
+
+    def _ask(self, run: _Run, i: int, there: Values) -> None:
+        self._unasked[i] = run, i, there
 
     def _execute(self, run: _Run, task: Task) -> None:
         if task.kind == "F":
@@ -73,8 +73,8 @@ class _Unchained(Stage):
 class ByArrival(_Unchained):
     """Runs backward in the order in which gradients come; recomputes ahead the likely next one."""
 
-    def begin(self, order: Order) -> None:
-        super().begin(order)
+    def begin(self, order: Order, brought: Sequence[Values] = ()) -> None:
+        super().begin(order, brought)
         run = self._runs[order.step]
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._recomputed: set[int] = set()
@@ -101,8 +101,8 @@ class ByArrival(_Unchained):
 class AtOnce(_Unchained):
     """Runs backward on the engine's threads, all micro-batches that have a gradient at once."""
 
-    def begin(self, order: Order) -> None:
-        super().begin(order)
+    def begin(self, order: Order, brought: Sequence[Values] = ()) -> None:
+        super().begin(order, brought)
         run = self._runs[order.step]
         arrive = run.arrive
 

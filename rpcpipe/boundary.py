@@ -38,6 +38,7 @@ from rpcpipe import transport
 
 __all__ = [
     "Arrivals",
+    "Departures",
     "alias",
     "copy",
     "deliver",
@@ -55,10 +56,14 @@ Gradients = Sequence[Tensor | None]
 
 
 class Arrivals(Protocol):
-    """Where a stage's boundary hands gradients over, and gets them back."""
+    """Where a boundary hands gradients over."""
 
     def arrive(self, i: int, gradients: Gradients) -> None:
         """Take the gradients of micro-batch ``i``'s outputs."""
+
+
+class Departures(Protocol):
+    """Where a stage's boundary gets gradients back."""
 
     def depart(self, i: int) -> Gradients | None:
         """Wait for the gradients of what ``enter`` was given for micro-batch ``i``, if any."""
@@ -69,7 +74,7 @@ def first_token() -> Tensor:
     return torch.zeros(0, requires_grad=True)
 
 
-def enter(run: Arrivals, i: int, token: Tensor, entering: Sequence[Tensor]) -> Tensor:
+def enter(run: Departures, i: int, token: Tensor, entering: Sequence[Tensor]) -> Tensor:
     """Put a ``Depart`` behind the tensors micro-batch ``i`` was given; return its token.
 
     Args:
@@ -82,13 +87,16 @@ def enter(run: Arrivals, i: int, token: Tensor, entering: Sequence[Tensor]) -> T
 def leave(
     run: Arrivals, i: int, token: Tensor, outputs: Sequence[Tensor], differentiable: Sequence[bool]
 ) -> tuple[Tensor, ...]:
-    """Put an ``Arrive`` behind the outputs of micro-batch ``i``; return them, ready to be sent."""
+    """Put an ``Arrive`` behind the outputs of micro-batch ``i``; return them, ready to be sent.
+
+    The driver's are the micro-batches it sends.
+    """
     return _Arrive.apply(run, i, tuple(differentiable), token, *outputs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Depart(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Arrivals, i: int, token: Tensor, *entering: Tensor) -> Tensor:
+    def forward(ctx: Any, run: Departures, i: int, token: Tensor, *entering: Tensor) -> Tensor:
         ctx.run, ctx.i, ctx.like = run, i, [(t.shape, t.dtype) for t in entering]
         ctx.set_materialize_grads(False)
         return token.new_zeros(0)
@@ -191,11 +199,19 @@ class _Tie(torch.autograd.Function):
         return None, None, None, *ctx.spread(gradients)
 
 
-def root(ends: Sequence[Tensor], gradients: Gradients) -> Tensor:
-    """A scalar to start a distributed backward pass from, which gives ``ends`` these gradients."""
-    marked = [mark(g, end.shape, end.dtype) for g, end in zip(gradients, ends, strict=True)]
+def root(ends: Sequence[Tensor], take: Callable[[], Gradients]) -> Tensor:
+    """A scalar to start a distributed backward pass from, which gives ``ends`` their gradients.
+
+    Args:
+        take: called in the backward pass; returns the gradients.
+    """
+    like = [(end.shape, end.dtype) for end in ends]
+
+    def spread(_: Gradients) -> Gradients:
+        return [mark(g, *kind) for g, kind in zip(take(), like, strict=True)]
+
     with torch.enable_grad():  # also from within another backward pass
-        (scalar,) = tie(lambda: (torch.zeros(()),), lambda _: marked, (True,), ends)
+        (scalar,) = tie(lambda: (torch.zeros(()),), spread, (True,), ends)
     return scalar
 
 

@@ -216,15 +216,29 @@ class Stage:
         """What micro-batch ``i`` hands on under ``name``, as soon as it is computed."""
         return self._mailbox.take(step, i, name)
 
-    def begin(self, order: Order) -> None:
-        """Ask for all inputs of the mini-batch, ahead of need, and start on its program."""
-        sources = self._sources if order.loss is None else {**self._sources, TARGETS: self._driver}
-        run = self._runs[order.step] = _Run(order, list(sources))
-        for i in range(order.m):
-            for name, source in sources.items():
-                answer = source.call("take", order.step, i, name)
-                answer.add_done_callback(_forward_to(run.received[i][name]))
+    def begin(self, order: Order, brought: Sequence[Values] = ()) -> None:
+        """Start on the program of a mini-batch, and ask for its inputs ahead of need.
+
+        Args:
+            brought: what the first micro-batches receive, as far as the driver has sent it along.
+        """
+        run = self._runs[order.step] = _Run(order, list(self._sources_for(order)))
+        for slots, values in zip(run.received, brought, strict=False):
+            for name, value in values.items():
+                _settle(slots[name], value)
         self._jobs.put(lambda: self._advance(run))
+        for i in range(order.m):
+            self._ask(run, i, brought[i] if i < len(brought) else {})
+
+    def _sources_for(self, order: Order) -> dict[Name, transport.Remote]:
+        return self._sources if order.loss is None else {**self._sources, TARGETS: self._driver}
+
+    def _ask(self, run: _Run, i: int, there: Values) -> None:
+        """Ask for the inputs of a micro-batch, but for those that are there."""
+        for name, source in self._sources_for(run.order).items():
+            if name not in there:
+                answer = source.call("take", run.order.step, i, name)
+                answer.add_done_callback(_forward_to(run.received[i][name]))
 
     def announce(self, step: int) -> Future[None]:
         """The backward pass has begun: what can be done before a gradient arrives may be.

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,8 +18,8 @@ from torch.utils import _pytree as pytree
 from rpcpipe import boundary, microbatch, schedule, transport, trees
 from rpcpipe.errors import Failure, StageLost, StageTimeout
 from rpcpipe.loss import TARGETS
-from rpcpipe.mailbox import Mailbox, Name, Parcel
-from rpcpipe.stage import Order
+from rpcpipe.mailbox import Mailbox, Parcel
+from rpcpipe.stage import Order, Values
 from rpcpipe.timeline import shown
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from rpcpipe.replicas import Replicas
 
 __all__ = ["Port", "Step"]
+
+_SMALL = 2**16  # bytes of micro-batches that go along with the order, if there are more than one
 
 
 class Port(Mailbox):
@@ -40,6 +43,16 @@ class Port(Mailbox):
         step = self.steps.get(number)
         if step is not None:
             step.reported.append(failure)
+
+
+class _Returned:
+    """The gradients of the input, by micro-batch, as they come back to the driver."""
+
+    def __init__(self, m: int) -> None:
+        self.answers: list[Future[boundary.Gradients]] = [Future() for _ in range(m)]
+
+    def arrive(self, i: int, gradients: boundary.Gradients) -> None:
+        self.answers[i].set_result(gradients)
 
 
 class Step:
@@ -61,30 +74,37 @@ class Step:
             order.m, len(self._stages), pipe.checkpoint, backward=order.grad
         )
         self._tape = tape
-        self._leaves: list[list[Tensor]] = []  # per micro-batch, those of the input
+        self._leaves: list[list[Tensor]] = []  # per micro-batch, those with a gradient of the input
+        self._returned = _Returned(order.m)
         self._ends: list[list[Tensor]] = []  # per micro-batch, received tensors with a gradient
         self._live = False
-        self._batches = [self._outgoing(batch) for batch in batches]
+        self._batches = [self._outgoing(i, batch) for i, batch in enumerate(batches)]
 
     # ------------------------------------------------------------------------------- forward
 
-    def _outgoing(self, batch: Any) -> dict[Name, Parcel]:
-        """A micro-batch as it is sent: without grad, or as leaves for its gradient.
+    def _outgoing(self, i: int, batch: Any) -> Values:
+        """A micro-batch as it is sent: without grad, or such that its gradient comes back.
 
         Its targets, if there are any, go to the last stage straight away.
         """
 
         def send(tensor: Tensor) -> Tensor:
-            grad = self.order.grad and tensor.requires_grad
             tensor = tensor.detach()
             if tensor.untyped_storage().nbytes() > tensor.nbytes:
                 tensor = tensor.clone()
-            return tensor.to("cpu").requires_grad_(grad)
+            return tensor.to("cpu")
 
-        args, kwargs, *targets = trees.map_tensors(send, batch)
-        leaves = trees.tensors((args, kwargs, targets))
-        self._leaves.append([t for t in leaves if t.requires_grad])
-        inputs: dict[Name, Parcel] = {None: Parcel(args, kwargs)}
+        differentiable = [self.order.grad and t.requires_grad for t in trees.tensors(batch)]
+        sent = trees.map_tensors(send, batch)
+        leaves = trees.tensors(sent)
+        self._leaves.append(list(compress(leaves, differentiable)))
+        self._differentiable = differentiable
+        if any(differentiable):
+            token = boundary.first_token()
+            leaving = iter(boundary.leave(self._returned, i, token, leaves, differentiable))
+            sent = trees.map_tensors(lambda _: next(leaving), sent)
+        args, kwargs, *targets = sent
+        inputs: Values = {None: Parcel(args, kwargs)}
         return {**inputs, TARGETS: Parcel(tuple(targets))} if targets else inputs
 
     @shown("forward")
@@ -138,14 +158,13 @@ class Step:
         """
         number = self.order.step
         self._port.steps[number] = self
-        for i, parcels in enumerate(self._batches):
-            for name, parcel in parcels.items():
-                self._port.put(number, i, name, parcel)
-        self._batches = []
+        brought = self._lay_out()
         orders = [replace(self.order, program=program, loss=None) for program in self._programs]
         orders[-1] = replace(orders[-1], loss=self.order.loss)
-        begun = [
-            stage.call("begin", order) for stage, order in zip(self._stages, orders, strict=True)
+        begun = [self._stages[0].call("begin", orders[0], brought)]
+        begun += [
+            stage.call("begin", order)
+            for stage, order in zip(self._stages[1:], orders[1:], strict=True)
         ]
         answers = [self._stages[-1].call("take", number, i, None) for i in range(self.order.m)]
         for j, answer in enumerate(begun):
@@ -153,6 +172,22 @@ class Step:
             if isinstance(failure, Failure):
                 return [transport.completed(failure.at(j, None, "begin"))]
         return answers
+
+    def _lay_out(self) -> list[Values]:
+        """Leave the micro-batches where stages ask for them; return the first, which go along.
+
+        At least one does, so that the first stage can start at once, and small ones, which cost
+        more to ask for than to send.
+        """
+        batches, self._batches = self._batches, []
+        size, brought = 0, list[Values]()
+        for i, values in enumerate(batches):
+            size += sum(t.nbytes for t in trees.tensors(values[None]))
+            if i == 0 or size <= _SMALL:
+                brought.append({None: values.pop(None)})
+            for name, value in values.items():
+                self._port.put(self.order.step, i, name, value)
+        return brought
 
     def _receive(self, answers: list[Future[Any]]) -> list[Any]:
         return [
@@ -210,16 +245,8 @@ class Step:
             )
         assert self._tape is not None
         self._live = False
-        announced = self.tell_stages("announce", self.order.step)
-        ends = [end for row in self._ends for end in row]
-        seeds = [g for row in self._divide(gradients) for g in row]
-        leaves = [leaf for row in self._leaves for leaf in row]
         try:
-            found = self._tape.backward([boundary.root(ends, seeds)], leaves, self._name())
-            # The engine may have returned too early (torch 2.13): a stage that gets two gradients
-            # at once can forget that it has to wait for the stage before it.
-            for j, answer in enumerate(announced):
-                transport.wait(answer, f"stage {j} to end step {self.order.step}")
+            found = self._differentiate(self._tape, self._roots(gradients))
         except BaseException as exc:
             if self._replicas is not None:
                 self._replicas.lose(str(exc))
@@ -236,17 +263,44 @@ class Step:
         transport.completed_step(self.order.step)
         return self._input_gradients(found)
 
-    def _name(self) -> str:
-        return f"the backward pass of step {self.order.step}"
+    def _differentiate(self, tape: transport.Tape, roots: list[Tensor]) -> list[boundary.Gradients]:
+        """Run the backward pass; returns the gradients that came back, by micro-batch.
 
-    def _input_gradients(self, found: list[Tensor | None]) -> list[Tensor | None]:
+        It is over when all stages say so, and what comes back has come: see `Tape.backward`.
+        """
+        engine = tape.backward(roots)
+        # The last stage is the first to have a gradient.
+        ended = [s.call("announce", self.order.step) for s in reversed(self._stages)]
+        what = f"to end the backward pass of step {self.order.step}"
+        for k, answer in enumerate(ended):
+            transport.wait(answer, f"stage {len(ended) - 1 - k} {what}", unless=engine)
+        if not any(self._leaves):
+            return [()] * self.order.m
+        return [
+            transport.wait(answer, f"the input's gradient in step {self.order.step}", unless=engine)
+            for answer in self._returned.answers
+        ]
+
+    def _input_gradients(self, found: list[boundary.Gradients]) -> list[Tensor | None]:
         """Those of the micro-batches put together; ``None`` where no micro-batch has any."""
-        gradients = map(boundary.unmark, found)
-        rows = [[(next(gradients), leaf) for leaf in row] for row in self._leaves]
+        rows = [
+            list(zip(compress(row, self._differentiable), leaves, strict=True))
+            for row, leaves in zip(found, self._leaves, strict=True)
+        ]
         columns = zip(*rows, strict=True)
         return [
             _put_together(list(column), divided)
             for column, divided in zip(columns, self._divided, strict=True)
+        ]
+
+    def _roots(self, gradients: boundary.Gradients) -> list[Tensor]:
+        """One for each micro-batch, so that the last one's gradients leave before others' are made.
+
+        The engine takes first what was created last.
+        """
+        return [
+            boundary.root(ends, functools.partial(_owned, row))
+            for ends, row in zip(self._ends, self._divide(gradients), strict=True)
         ]
 
     def _divide(self, gradients: boundary.Gradients) -> list[list[Tensor | None]]:
@@ -336,11 +390,14 @@ def _put_together(column: list[tuple[Tensor | None, Tensor]], divided: bool) -> 
 
 
 def _split(gradient: Tensor | None, shapes: Sequence[_Shape]) -> Sequence[Tensor | None]:
-    """The inverse of gathering, as tensors that own their memory: they are sent."""
+    """The inverse of gathering, as views."""
     if gradient is None:
         return [None] * len(shapes)
     if shapes[0].rows is None:
-        pieces = gradient.unbind()
-    else:
-        pieces = gradient.split([shape.rows or 0 for shape in shapes])
-    return [p.clone() for p in pieces]
+        return gradient.unbind()
+    return gradient.split([shape.rows or 0 for shape in shapes])  # type: ignore[no-any-return]
+
+
+def _owned(row: list[Tensor | None]) -> boundary.Gradients:
+    """The same as tensors that own their memory: they are sent."""
+    return [None if gradient is None else gradient.clone() for gradient in row]

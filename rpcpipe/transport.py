@@ -454,19 +454,45 @@ def reference(value: Any) -> Any:
     return rpc.RRef(value)
 
 
-def wait(future: Future[Any], what: str) -> Any:
+def wait(future: Future[Any], what: str, unless: Future[None] | None = None) -> Any:
     """Wait for an answer in a way Ctrl-C can interrupt, and return it, a `Failure` too.
+
+    Args:
+        unless: the answer may not come if this fails; then its error is raised.
 
     Raises:
         StageLost: a process of this world is gone.
     """
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
+    if unless is not None:
+        unless.add_done_callback(lambda other: done.set() if _failed(other) else None)
     _wait(done, what)
+    if unless is not None and not future.done():
+        _raise_torn(unless, what)
     try:
         return future.value()
     except RuntimeError as exc:
         raise _explain(exc, what) from exc
+
+
+def _failed(future: Future[None]) -> bool:
+    try:
+        future.value()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _raise_torn(future: Future[None], what: str) -> NoReturn:
+    """Raise what failed inside of torch, or what it failed for: often a torn connection."""
+    try:
+        future.value()
+    except RuntimeError as exc:
+        if (error := lost(within=EXPLAINED)) is not None:
+            raise error.during(what) from exc
+        raise
+    raise AssertionError("it has not failed")
 
 
 def value_of(answer: Future[Any], what: str) -> Any:
@@ -575,12 +601,11 @@ class Tape:
         threading.Thread(
             target=_hold_context, args=(self._jobs,), name=_THREAD, daemon=True
         ).start()
-        self.context_id = self.run(_current_id)
 
-    def run(self, fn: Callable[..., T], *args: Any, what: str | None = None) -> T:
+    def run(self, fn: Callable[..., T], *args: Any) -> T:
         """Call ``fn(*args)`` with the context current; return or raise what it does.
 
-        Without ``what`` it has waits of its own, which have their deadlines.
+        It has waits of its own, which have their deadlines.
         """
         done = threading.Event()
         outcome: list[Any] = []
@@ -593,24 +618,31 @@ class Tape:
             done.set()
 
         self._jobs.put(job)
-        _wait(done, what or "its step", deadline=what is not None)
+        _wait(done, "its step", deadline=False)
         value, error = outcome
         if error is not None:
             raise error
         return value  # type: ignore[no-any-return]
 
-    def backward(
-        self, roots: Sequence[Tensor], leaves: Sequence[Tensor], what: str
-    ) -> list[Tensor | None]:
-        """Run the distributed backward pass; return the gradients of ``leaves``."""
-        try:
-            return self.run(_backward, self.context_id, roots, leaves, what=what)
-        except StageLost:
-            raise
-        except RuntimeError as exc:  # a torn connection, if it is one
-            if (error := lost(within=EXPLAINED)) is not None:
-                raise error.during(what) from exc
-            raise
+    def backward(self, roots: Sequence[Tensor]) -> Future[None]:
+        """Start the distributed backward pass.
+
+        Done when torch says so, which in torch 2.13 can be too early: a process that gets two
+        gradients at once can forget that it has to wait for others. And it is late, since the
+        word of the first stage's end comes by way of all others.
+        """
+        over: Future[None] = Future()
+
+        def job() -> None:
+            try:
+                dist_autograd.backward(_current_id(), list(roots))
+            except BaseException as exc:
+                over.set_exception(exc)  # type: ignore[arg-type]  # torch takes any
+            else:
+                over.set_result(None)
+
+        self._jobs.put(job)
+        return over
 
     def close(self) -> None:
         """Release the context on all processes. May be called at any time, from any thread."""
@@ -627,14 +659,6 @@ def _hold_context(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         while job := jobs.get():
             job()
             del job
-
-
-def _backward(
-    context_id: int, roots: Sequence[Tensor], leaves: Sequence[Tensor]
-) -> list[Tensor | None]:
-    dist_autograd.backward(context_id, list(roots))
-    gradients = dist_autograd.get_gradients(context_id)
-    return [gradients.get(leaf) for leaf in leaves]
 
 
 def current_tape() -> int | None:

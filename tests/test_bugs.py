@@ -6,7 +6,6 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import torch.distributed.autograd as dist_autograd
 from test_errors import M, check_next_step, clean, fail, mark, trips, where
 from torch import Tensor, nn
+from torch.futures import Future
 from toys import all_grads, check_equal, grads, mlp
 
 import rpcpipe
@@ -284,25 +284,27 @@ def test_backward_ends_when_every_stage_has_ended_it(
     it has to wait for after it has let a second thread begin to send some: two gradients that
     arrive at the same time were enough for ``backward`` to return before the stages further up
     had theirs. The context was released and the gradients under way to them were refused. Now
-    each stage says itself when it is done. The race cannot be forced: here the engine returns
-    before anything is done.
+    each stage says itself when it is done, and the driver waits for what comes back to it. The
+    race cannot be forced: here the engine returns before anything is done.
     """
     backward = transport.Tape.backward
-    engines: list[threading.Thread] = []
+    engines: list[Future[None]] = []
 
-    def returns_early(tape: transport.Tape, *given: Any) -> list[None]:
-        engines.append(threading.Thread(target=backward, args=(tape, *given)))
-        engines[-1].start()
-        return []
+    def returns_early(tape: transport.Tape, roots: list[Tensor]) -> Future[None]:
+        engines.append(backward(tape, roots))
+        return transport.completed(None)
 
     monkeypatch.setattr(transport.Tape, "backward", returns_early)
     module = nn.Sequential(SlowBackward(), nn.Linear(4, 4))
     pipe = rpcpipe.Pipe(module, world, balance=[1, 1], chunks=2)
-    loss = pipe(torch.randn(4, 4)).sum()
+    x = torch.randn(4, 4, requires_grad=True)
+    loss = pipe(x).sum()
     loss.backward()
     returned = time.monotonic()
     assert 0.0 < pipe.apply_to_stage(0, over) < returned
-    engines[0].join()
+    assert x.grad is not None
+    assert torch.equal(x.grad, module[1].weight.sum(0).expand(4, 4))
+    engines[0].wait()
 
 
 @pytest.mark.parametrize("world", [4], indirect=True)
