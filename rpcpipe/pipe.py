@@ -529,7 +529,7 @@ class Pipe(nn.Module, Generic[Out]):
             step=step,
             count=step + self._counted_before,
             m=m,
-            program=[],
+            program="",
             grad=grad,
             inference=torch.is_inference_mode_enabled(),
             context=transport.current_tape() if grad else None,

@@ -13,6 +13,7 @@ GPipe, ``except_last``, m=4, n=3, f=1, b=2, r=1, as :func:`draw` shows it::
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -84,6 +85,21 @@ def gpipe(m: int, n: int, checkpoint: str, backward: bool = True) -> list[Progra
         for i, j in cycle:
             programs[j] += [Task("R", i)] * (i in recomputed) + [Task("B", i)]
     return programs
+
+
+@functools.lru_cache(64)
+def written(program: str) -> Program:
+    """The program that `write` has written; the same list each time."""
+    return [Task(word[0], int(word[1:])) for word in program.split()]
+
+
+def write(program: Program) -> str:
+    """A program as text, which is short to send: ``"F0 F1 B1 R0 B0"``.
+
+    >>> write(gpipe(2, 1, "except_last")[0])
+    'F0 F1 B1 R0 B0'
+    """
+    return " ".join(map(str, program))
 
 
 class Span(NamedTuple):

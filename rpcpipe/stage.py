@@ -25,7 +25,7 @@ from rpcpipe.finite import require_finite
 from rpcpipe.loss import TARGETS, Loss, LossFailed
 from rpcpipe.mailbox import Mailbox, Name, Parcel, require_picklable
 from rpcpipe.recorder import Event, Recorder
-from rpcpipe.schedule import Program, Task
+from rpcpipe.schedule import Task, written
 from rpcpipe.skip.namespace import Key
 from rpcpipe.skip.store import SkipStore, use_store
 from rpcpipe.slot import Slot
@@ -43,7 +43,7 @@ class Order:
     step: int
     count: int  # as `step`, but goes on where a checkpoint was saved: what layers draw is by this
     m: int
-    program: Program
+    program: str  # see `schedule.write`
     grad: bool  # a backward pass may follow
     inference: bool
     context: int | None  # autograd context that parameters' gradients go to, and not to .grad
@@ -100,7 +100,8 @@ class _Run:
 
     def __init__(self, order: Order, names: Sequence[Name]) -> None:
         self.order = order
-        self.recomputed = {i for kind, i in order.program if kind == "R"}
+        self.program = written(order.program)
+        self.recomputed = {i for kind, i in self.program if kind == "R"}
         self.cursor = 0
         self.announced = False
         self.over = False
@@ -360,8 +361,8 @@ class Stage:
         order = run.order
         modes = torch.inference_mode(order.inference), torch.set_grad_enabled(order.grad)
         with modes[0], modes[1], self.own_rng():
-            while run.cursor < len(order.program) and not run.over:
-                task = order.program[run.cursor]
+            while run.cursor < len(run.program) and not run.over:
+                task = run.program[run.cursor]
                 if task.kind != "F" and not run.announced:
                     self._do("waits for the backward pass of step {step} to begin", run)
                     return
@@ -536,7 +537,7 @@ class Stage:
         self._do("computes the backward pass of micro-batch {i} of step {step}", run, i)
         run.gradients[i] = Slot()  # as large as the stage's output: not kept until all are done
         kept = run.kept.pop(i)
-        last = run.cursor == len(run.order.program)
+        last = run.cursor == len(run.program)
 
         def depart() -> None:
             inputs = kept.inputs()

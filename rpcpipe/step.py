@@ -45,6 +45,11 @@ class Port(Mailbox):
             step.reported.append(failure)
 
 
+@functools.lru_cache(64)
+def _programs(m: int, n: int, checkpoint: str, backward: bool) -> list[str]:
+    return [schedule.write(program) for program in schedule.gpipe(m, n, checkpoint, backward)]
+
+
 class _Returned:
     """The gradients of the input, by micro-batch, as they come back to the driver."""
 
@@ -70,9 +75,7 @@ class Step:
         self._collectors = pipe._collectors
         self._finish = functools.partial(pipe._sum_tied, order)
         self._replicas = pipe._replicas if order.grad and order.average else None
-        self._programs = schedule.gpipe(
-            order.m, len(self._stages), pipe.checkpoint, backward=order.grad
-        )
+        self._programs = _programs(order.m, len(self._stages), pipe.checkpoint, order.grad)
         self._tape = tape
         self._leaves: list[list[Tensor]] = []  # per micro-batch, those with a gradient of the input
         self._returned = _Returned(order.m)
