@@ -26,6 +26,8 @@ from rpcpipe.schedule import (
     ideal_bubble,
     ideal_time,
     simulate,
+    write,
+    written,
 )
 
 # Fractions make every comparison of times exact.
@@ -34,10 +36,6 @@ counts = st.integers(1, 8)
 modes = st.sampled_from(MODES)
 stages = st.lists(st.builds(Costs, amounts, amounts, amounts), min_size=1, max_size=8)
 unhurried = settings(deadline=None)
-
-
-def program(text: str) -> Program:
-    return [Task(word[0], int(word[1:])) for word in text.split()]
 
 
 def written(programs: list[Program]) -> list[str]:
@@ -337,7 +335,7 @@ def test_1f1b_takes_as_long_as_gpipe_but_keeps_fewer_microbatches(
 
 
 def test_stages_may_disagree_on_the_order_and_then_wait() -> None:
-    programs = [program("F0 F1 B1 B0"), program("F0 F1 B0 B1"), program("F0 F1 B1 B0")]
+    programs = [written("F0 F1 B1 B0"), written("F0 F1 B0 B1"), written("F0 F1 B1 B0")]
     assert draw(simulate(programs, [Costs(1, 1, 1)] * 3)) == picture("""
         stage 0 | F0 F1 .  .  .  .  .  .  B1 B0
         stage 1 | .  F0 F1 .  .  .  B0 B1
@@ -373,7 +371,7 @@ def test_1f1b_deadlocks_when_the_loss_needs_the_whole_batch() -> None:
     ids=["backward first", "recompute too late", "twice", "no forward", "no gradient"],
 )
 def test_a_program_that_cannot_finish_is_refused(programs: list[str], stuck: str) -> None:
-    assert stuck in refusal([program(text) for text in programs], whole_batch_loss=False)
+    assert stuck in refusal([written(text) for text in programs], whole_batch_loss=False)
 
 
 def test_refusals_say_which_argument_to_change() -> None:
@@ -389,3 +387,10 @@ def test_refusals_say_which_argument_to_change() -> None:
         closed_form(-1, 3, 1, 2, 1, "never")
     with pytest.raises(ValueError, match="3 stages but 2 costs; change costs"):
         ideal_time(4, 3, [Costs(1, 2, 1)] * 2, "never")
+
+
+def test_a_program_can_be_written_and_read() -> None:
+    assert write(gpipe(2, 1, "except_last")[0]) == "F0 F1 B1 R0 B0"
+    for mode in MODES:
+        for each in gpipe(12, 3, mode):
+            assert written(write(each)) == each
