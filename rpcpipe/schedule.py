@@ -88,7 +88,7 @@ def gpipe(m: int, n: int, checkpoint: str, backward: bool = True) -> list[Progra
 
 
 @functools.lru_cache(64)
-def written(program: str) -> Program:
+def read(program: str) -> Program:
     """The program that `write` has written; the same list each time."""
     return [Task(word[0], int(word[1:])) for word in program.split()]
 

@@ -25,7 +25,7 @@ from rpcpipe.finite import require_finite
 from rpcpipe.loss import TARGETS, Loss, LossFailed
 from rpcpipe.mailbox import Mailbox, Name, Parcel, require_picklable
 from rpcpipe.recorder import Event, Recorder
-from rpcpipe.schedule import Task, written
+from rpcpipe.schedule import Task, read
 from rpcpipe.skip.namespace import Key
 from rpcpipe.skip.store import SkipStore, use_store
 from rpcpipe.slot import Slot
@@ -100,7 +100,7 @@ class _Run:
 
     def __init__(self, order: Order, names: Sequence[Name]) -> None:
         self.order = order
-        self.program = written(order.program)
+        self.program = read(order.program)
         self.recomputed = {i for kind, i in self.program if kind == "R"}
         self.cursor = 0
         self.announced = False
