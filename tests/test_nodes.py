@@ -29,7 +29,7 @@ REASON = missing()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
 IMPORTS = """
-import json, os, socket, sys
+import json, os, socket, subprocess, sys, time
 import psutil, torch
 from torch import nn
 import rpcpipe
@@ -179,3 +179,109 @@ def test_the_replicas_of_a_stage_share_a_host(tmp_path: Path) -> None:
         "pipe 0: driver node-1:0, stage 0 node-1:0 cpu, stage 1 node-2:0 cpu",
         "pipe 1: driver node-1:1, stage 0 node-1:1 cpu, stage 1 node-2:1 cpu",
     ]] * 2  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ slow links
+
+SLOW = """
+from functools import partial
+
+M, SECONDS = 8, 0.03  # micro-batches; of each pass of one of them through one stage
+
+
+class Rest(torch.autograd.Function):
+    # Computes on a device that leaves the cores alone.
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.seconds = nn.Parameter(torch.ones(())), 0.0
+
+    def forward(self, x):
+        return Rest.apply(x * self.scale, self.seconds)
+
+
+def shape(stage, rate):
+    least = ("burst", str(rate // 8 // 250), "latency", "1s")
+    command = ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", f"{rate}bit", *least]
+    subprocess.run(command, check=True)
+
+
+def work(stage, seconds):
+    stage[0].seconds = seconds
+
+
+def sent(stage):
+    with open("/sys/class/net/eth0/statistics/tx_bytes") as file:
+        return int(file.read())
+
+
+def mean(out, target):
+    return out.mean()
+
+
+def step(pipe, width, seconds):
+    for j in range(2):
+        pipe.apply_to_stage(j, partial(work, seconds=seconds))
+    x = torch.ones(M, width)
+    start = time.perf_counter()
+    pipe.loss(x, x[:, :1], mean).backward()
+    return time.perf_counter() - start
+
+
+def train(world):
+    model = nn.Sequential(Layer(), Layer())
+    pipe = rpcpipe.Pipe(model, world, balance=[1, 1], chunks=M, checkpoint="never")
+    step(pipe, 1, 0.0)
+    for rate in (100_000_000, 1_000_000_000):
+        for j in range(2):
+            pipe.apply_to_stage(j, partial(shape, rate=rate))
+        width = int(SECONDS * rate / 8 / 4)  # a micro-batch is as long on its way as in a stage
+        before = [pipe.apply_to_stage(j, sent) for j in range(2)]
+        rounds = [
+            (step(pipe, 1, SECONDS), step(pipe, width, 0.0), step(pipe, width, SECONDS))
+            for _ in range(3)
+        ]
+        after = [pipe.apply_to_stage(j, sent) for j in range(2)]
+        line = json.dumps({
+            "replica": 0, "losses": [], "rate": rate, "ideal": 2 * M * SECONDS,
+            "payload": 6 * 4 * M * width, "sent": [b - a for a, b in zip(before, after)],
+            "best": [min(times) for times in zip(*rounds)],
+        })
+        sys.stdout.write(f"facts {line}\\n")
+
+
+if __name__ == "__main__":
+    rpcpipe.run(train)
+"""
+
+
+def test_activations_and_gradients_travel_while_stages_compute(tmp_path: Path) -> None:
+    """Over 100 Mbit/s and 1 Gbit/s, and in each micro-batch as long as a stage computes.
+
+    One after the other, the two would take their sum; side by side, a step is hardly longer than
+    with either alone: by one micro-batch on its way there and back.
+    """
+    with Hosts(tmp_path, 2) as hosts:
+        train = script(tmp_path, SLOW)
+        command = (*RUN, "--nnodes=2", "--stages=2", f"--master-addr={hosts.address(1)}")
+        nodes = [hosts.start(i, *command, f"--node-rank={i - 1}", train) for i in (1, 2)]
+        found, _ = finish(*nodes)
+    assert [f["rate"] for f in found] == [100_000_000, 1_000_000_000]
+    for f in found:
+        compute, transfer, both = f["best"]
+        assert min(f["sent"]) >= f["payload"], f  # there, and back
+        assert min(compute, transfer) > 0.9 * f["ideal"], f
+        assert both < 0.75 * (compute + transfer), f
+        assert both < 1.4 * max(compute, transfer), f
