@@ -6,7 +6,8 @@ import itertools
 import os
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from rpcpipe.world import Layout
 
-__all__ = ["Arrival", "Seat", "divide_cores", "divide_gpus", "keep_to", "roles", "seats"]
+__all__ = ["Arrival", "Seat", "divide_cores", "divide_gpus", "keep_to", "quota", "roles", "seats"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Arrival:
             grouped=dist.is_initialized(),
             gpus=_gpus(),
             cores=sorted(os.sched_getaffinity(0)),
-            quota=_quota(),
+            quota=quota(),
             numa=_numa_nodes(),
         )
 
@@ -273,21 +274,41 @@ def _threads(stages: Sequence[Arrival], cores: list[list[int]] | None) -> list[i
     return found
 
 
-def _quota() -> float | None:
-    """The limit of the control group in cores (cgroup v2, then v1)."""
-    with_limit = []
-    for name, period_name in (
-        ("/sys/fs/cgroup/cpu.max", None),
-        ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-    ):
-        try:
-            words = Path(name).read_text().split()
-            words += Path(period_name).read_text().split() if period_name else []
-        except OSError:
-            continue
-        if len(words) == 2 and words[0].isdecimal():
-            with_limit.append(int(words[0]) / int(words[1]))
-    return min(with_limit, default=None)
+def quota(root: Path = Path("/")) -> float | None:
+    """The least limit, in cores, of the control groups this process is in (cgroup v2 and v1).
+
+    Args:
+        root: where ``proc`` and ``sys`` are mounted.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # a kernel without
+        return None
+    limits: list[float] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            limits += _limits(root / "sys/fs/cgroup", path, "cpu.max")
+        elif "cpu" in controllers.split(","):
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            limits += _limits(root / "sys/fs/cgroup/cpu", path, *names)
+    return min(limits, default=None)
+
+
+def _limits(mount: Path, path: str, *names: str) -> Iterator[float]:
+    """The limits of a group and of those around it.
+
+    A container may see its own group as the top of the tree, and still be told the path by which
+    the host knows it: what is not there is passed over.
+    """
+    group = mount / path.lstrip("/")
+    for folder in (group, *group.parents):
+        with suppress(OSError):
+            words = [word for name in names for word in (folder / name).read_text().split()]
+            if words[0].isdecimal():  # neither max nor -1
+                yield int(words[0]) / int(words[1])
+        if folder == mount:
+            return
 
 
 def _numa_nodes() -> list[list[int]]:

@@ -374,3 +374,24 @@ def test_what_the_driver_starts_does_not_inherit_the_runs_network(world: World) 
     assert not set(names) & os.environ.keys()
     pipe = rpcpipe.Pipe(mlp(), world, balance=[3, 3])
     assert pipe(torch.randn(2, 4)).shape == (2, 2)
+
+
+def test_the_quota_of_the_control_group_a_process_is_in_counts() -> None:
+    """In a service or a batch job of two cores' worth, stages had a thread for each core.
+
+    Only the limit at the top of the tree of control groups was read: that is a container's own,
+    and nobody's where there is no container. Now those of all groups around the process are.
+    """
+    group = Path(f"/sys/fs/cgroup/cpu/rpcpipe-{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError as exc:
+        pytest.skip(f"no control group (v1) can be made: {exc}")
+    try:
+        (group / "cpu.cfs_quota_us").write_text("150000")
+        code = "from rpcpipe.placement import quota; print(quota())"
+        enter = f'echo $$ > {group}/cgroup.procs; exec "$@"'
+        command = ["sh", "-c", enter, "sh", sys.executable, "-c", code]
+        assert float(subprocess.run(command, check=True, capture_output=True).stdout) == 1.5
+    finally:
+        group.rmdir()
