@@ -194,7 +194,10 @@ class Stage:
         stacks.tellers.add(self)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(
-            target=_compute, args=(self._jobs, threads), name=f"stage {index}", daemon=True
+            target=_compute,
+            args=(self._jobs, self.device, threads),
+            name=f"stage {index}",
+            daemon=True,
         ).start()
 
     def __del__(self) -> None:
@@ -606,8 +609,12 @@ def _add(total: dict[Tensor, Tensor], gradients: Mapping[Tensor, Tensor | None])
             total[parameter] = gradient if before is None else before + gradient
 
 
-def _compute(jobs: queue.SimpleQueue[Callable[[], None] | None], threads: int) -> None:
+def _compute(
+    jobs: queue.SimpleQueue[Callable[[], None] | None], device: torch.device, threads: int
+) -> None:
     torch.set_num_threads(threads)
+    if device.type == "cuda":  # what layers mean by "cuda"; each thread begins with the first GPU
+        torch.cuda.set_device(device)
     while job := jobs.get():
         try:
             job()
