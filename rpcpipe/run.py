@@ -88,7 +88,8 @@ def run(
             ``$RPCPIPE_HEARTBEAT`` or 10. A process that is only slow is never taken for lost.
         timeout: seconds the driver waits for anything; then every process prints its stacks and
             what it waits for, and the run ends. By default ``$RPCPIPE_TIMEOUT`` or no limit.
-        transport: ``"uv"``, sockets, or ``"shm"``, which takes shared memory within a host, where
+        transport: ``"uv"``, sockets and, within a host, copies from memory to memory;
+            ``"sockets"``, these alone; or ``"shm"``, which takes shared memory within a host, where
             each process polls: that takes up to a core of its own. By default
             ``$RPCPIPE_TRANSPORT`` or ``"uv"``. The same in all processes.
 

@@ -59,6 +59,13 @@ __all__ = [
 T = TypeVar("T")
 
 VARIABLE = "RPCPIPE_TRANSPORT"
+# TensorPipe's transports for messages and channels for tensors, by the name users know them by.
+# Shared memory, which torch takes where it can, polls: up to a core for every idle process.
+_CHOICES = {
+    "uv": (["uv"], ["cma", "basic"]),
+    "shm": (["shm", "uv"], ["cma", "basic"]),
+    "sockets": (["uv"], ["basic"]),
+}
 
 _SCHEME = "rpcpipe"
 _THREAD = "rpcpipe transport"
@@ -203,12 +210,9 @@ def _without_device_maps() -> Iterator[None]:
 
 def _options() -> rpc.TensorPipeRpcBackendOptions:
     common: dict[str, Any] = {"init_method": f"{_SCHEME}://", "num_worker_threads": 16}
-    # Shared memory, which torch takes where it can, polls: up to a core for every idle process.
-    transports = {"uv": ["uv"], "shm": ["shm", "uv"]}[os.environ.get(VARIABLE) or "uv"]
+    transports, channels = _CHOICES[os.environ.get(VARIABLE) or "uv"]
     try:
-        return rpc.TensorPipeRpcBackendOptions(
-            _transports=transports, _channels=["cma", "basic"], **common
-        )
+        return rpc.TensorPipeRpcBackendOptions(_transports=transports, _channels=channels, **common)
     except TypeError:
         return rpc.TensorPipeRpcBackendOptions(**common)
 
@@ -218,15 +222,16 @@ def chosen(name: str | None) -> Iterator[None]:
     """Have worlds that are joined meanwhile, and processes started meanwhile, use a transport.
 
     Args:
-        name: ``"uv"`` or ``"shm"``; ``None`` for what ``RPCPIPE_TRANSPORT`` says.
+        name: ``"uv"``, ``"shm"`` or ``"sockets"``; ``None`` for what ``RPCPIPE_TRANSPORT`` says.
 
     Raises:
         ValueError: there is none of this name.
     """
     before = os.environ.get(VARIABLE)
     wanted = name if name is not None else before or "uv"
-    if wanted not in ("uv", "shm"):
-        raise ValueError(f"transport= (or {VARIABLE}) is 'uv' or 'shm', got {wanted!r}")
+    if wanted not in _CHOICES:
+        names = ", ".join(map(repr, _CHOICES))
+        raise ValueError(f"transport= (or {VARIABLE}) is one of {names}, got {wanted!r}")
     os.environ[VARIABLE] = wanted
     try:
         yield

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,11 +20,12 @@ from hosts import RECIPES, RUN, put_on_path
 from hypothesis import given
 from hypothesis import strategies as st
 from test_run import Ended, Lab, await_line, lab
+from torch import nn
 
 import rpcpipe
 from rpcpipe import cli, network
 from rpcpipe.launched import Launched, Wishes, first_host
-from rpcpipe.placement import Arrival, divide_cores, divide_gpus, roles, seats
+from rpcpipe.placement import Arrival, divide_cores, divide_gpus, quota, roles, seats
 from rpcpipe.world import Layout
 
 __all__ = ["lab"]  # a fixture
@@ -148,6 +150,25 @@ def test_threads_are_as_many_as_cores_or_as_the_quota_allows() -> None:
     assert [s.threads for s in found] == [8, 4, 4]
 
 
+def test_the_quota_is_the_least_of_the_control_groups_around_a_process(tmp_path: Path) -> None:
+    def groups(self: str, limits: dict[str, str]) -> float | None:
+        root = tmp_path / str(len(list(tmp_path.iterdir())))
+        for name, text in {"proc/self/cgroup": self, **limits}.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        return quota(root)
+
+    v2, v1 = "sys/fs/cgroup", "sys/fs/cgroup/cpu"
+    service = {f"{v2}/a.slice/cpu.max": "150000 100000", f"{v2}/a.slice/b/cpu.max": "max 100000"}
+    assert groups("0::/a.slice/b\n", service) == 1.5
+    assert groups("0::/\n", {f"{v2}/cpu.max": "50000 100000\n"}) == 0.5
+    assert groups("0::/a.slice\n", {f"{v2}/cpu.max": "max 100000"}) is None
+    container = {f"{v1}/cpu.cfs_quota_us": "300000", f"{v1}/cpu.cfs_period_us": "100000"}
+    assert groups("5:cpu,cpuacct:/docker/17\n1:cpuset:/\n0::/\n", container) == 3.0
+    unlimited = {**container, f"{v1}/cpu.cfs_quota_us": "-1\n"}
+    assert groups("5:cpu,cpuacct:/\n", unlimited) is None
+
+
 def test_each_stage_has_a_gpu_by_the_index_its_process_sees() -> None:
     assert divide_gpus(stages_on(2, gpus=["4", "6"]), share=False) == [0, 1]
     srun = [Arrival(0, "a", "0", 0, gpus=["4"]), Arrival(1, "a", "0", 1, gpus=["6"])]
@@ -160,6 +181,19 @@ def test_each_stage_has_a_gpu_by_the_index_its_process_sees() -> None:
     assert divide_gpus(stages_on(5, gpus=["4", "6"]), share=True) == [0, 1, 0, 1, 0]
     found, _ = seats(stages_on(3, gpus=["0", "1"]), Layout(2, 1, dedicated=True))
     assert [s.device for s in found] == ["cpu", "cuda:0", "cuda:1"]
+
+
+def current_device(stage: nn.Module) -> int:
+    return torch.cuda.current_device()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two NVIDIA GPUs")
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_a_layer_that_says_cuda_means_the_gpu_of_its_stage(world: rpcpipe.World) -> None:
+    pipe = rpcpipe.Pipe(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), world, balance=[1, 1])
+    wanted = [world.device(j).index for j in range(2)]
+    assert [pipe.apply_to_stage(j, current_device) for j in range(2)] == wanted
 
 
 # --------------------------------------------------------------------------------------- flags
@@ -353,6 +387,20 @@ def test_rpcpipe_run_pins_and_sets_threads(lab: Lab) -> None:
     ]
 
 
+def test_the_cores_of_taskset_and_the_log_files_of_torchrun(lab: Lab) -> None:
+    """The script is a module; what the driver prints is in its file, and not shown."""
+    last = max(os.sched_getaffinity(0))
+    lab.script(TRAIN + MAIN)
+    ended = lab.run(
+        "taskset", "-c", str(last), *RUN, "--stages=1", "--driver=dedicated", "--log-dir=logs",
+        "--tee=3", "--local-ranks-filter=1", "-m", "train",
+    )  # fmt: skip
+    assert train_ended(ended) == []
+    (log,) = (lab.folder / "logs").glob("*/attempt_0/0/stdout.log")
+    (found,) = facts(log.read_text())
+    assert [own for _, *own in found["stages"]] == [[[last], 1]]
+
+
 def test_more_processes_than_cores_warn_once(lab: Lab) -> None:
     """Two pipelines of as many stages as there are cores."""
     cores = sorted(os.sched_getaffinity(0))
@@ -387,7 +435,8 @@ if __name__ == "__main__":
 def test_24_processes_come_up(lab: Lab) -> None:
     """The polling transport that is torch's default gives up at about 18."""
     script = str(lab.script(TRAIN + MAIN))
-    ended = lab.run(*RUN, "--stages=12", "--replicas=2", "--no-pin", script)
+    command = (*RUN, "--stages=12", "--replicas=2", "--no-pin", "--no-python")
+    ended = lab.run(*command, sys.executable, script)
     found = train_ended(ended)
     assert len({pid for f in found for pid, *_ in f["stages"]}) == 24
 
@@ -578,27 +627,65 @@ def test_torchx_recipe(lab: Lab) -> None:
 # ------------------------------------------------------------------------------------ transport
 
 
-def test_the_polling_transport_is_taken_when_asked_for_alone(lab: Lab) -> None:
+def test_transports_that_poll_or_copy_between_processes_are_taken_where_that_is_wanted(
+    lab: Lab,
+) -> None:
+    """Stages wait without processor time, between the passes of a step and after it.
+
+    The last run is in a container, so to say, that forbids to read another process's memory.
+    """
     ended = lab.run(
         lab.script("""
+        import ctypes, struct
+
         def threads(stage):
             names = [f"/proc/self/task/{t}/comm" for t in os.listdir("/proc/self/task")]
             return {open(name).read().strip() for name in names}
 
-        def train(world):
+        def busy(process, seconds=1.0):
+            before, start = sum(process.cpu_times()[:2]), time.monotonic()
+            threading.Event().wait(seconds)
+            return (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - start)
+
+        def train(world, shares=None):
             pipe = rpcpipe.Pipe(nn.Sequential(nn.Linear(4, 4)), world, balance=[1])
-            pipe(torch.ones(2, 4)).sum().backward()
-            return "TP_SHM_reactor" in pipe.apply_to_stage(0, threads)
+            x = torch.ones(1 << 16, 4)
+            pipe(x).sum().backward()  # the first has much to import
+            loss, stage = pipe(x).sum(), psutil.Process(world.process(0).pid)
+            if shares is not None:
+                shares.append(busy(stage))
+            loss.backward()
+            if shares is not None:
+                shares.append(busy(stage))
+            return {"TP_SHM_reactor", "TP_CMA_loop"} & pipe.apply_to_stage(0, threads)
+
+        def forbid(syscall):
+            # load its number; if it is this one, answer EPERM; otherwise allow it
+            code = [
+                (0x20, 0, 0, 0), (0x15, 0, 1, syscall), (6, 0, 0, 0x50001), (6, 0, 0, 0x7FFF0000)
+            ]
+            text = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *c) for c in code))
+            program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(text))
+            PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+            prctl = ctypes.CDLL(None, use_errno=True).prctl
+            assert prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            assert prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program) == 0, ctypes.get_errno()
 
         if __name__ == "__main__":
-            assert not rpcpipe.run(train, stages=1)
-            assert rpcpipe.run(train, stages=1, transport="shm")
+            idle, polling = [], []
+            assert rpcpipe.run(train, idle, stages=1) == {"TP_CMA_loop"}
+            assert max(idle) < 0.03, idle
+            assert "TP_SHM_reactor" in rpcpipe.run(train, polling, stages=1, transport="shm")
+            assert min(polling) > 0.1, polling
+            assert rpcpipe.run(train, stages=1, transport="sockets") == set()
             assert os.environ.get("RPCPIPE_TRANSPORT") is None
+            forbid({"x86_64": 310, "aarch64": 270}[os.uname().machine])  # process_vm_readv
+            assert rpcpipe.run(train, stages=1) == set()
             os.environ["RPCPIPE_TRANSPORT"] = "tcp"
             try:
                 rpcpipe.run(train, stages=1)
             except ValueError as exc:
-                assert "is 'uv' or 'shm', got 'tcp'" in str(exc)
+                assert "is one of 'uv', 'shm', 'sockets', got 'tcp'" in str(exc)
                 print("refused")
         """)
     )
