@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +42,27 @@ def test_compiled_stages_train_with_the_loss_in_the_last(world: World, checkpoin
     (result,) = pipe.predict([x])
     torch.testing.assert_close(result, plain(x).detach())
     assert pipe.state_dict().keys() == plain.state_dict().keys()
+
+
+def last_is_compiled(folder: Path, module: nn.Module, world: World, j: int) -> nn.Module:
+    if j == 0:
+        return module
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    return torch.compile(module)  # type: ignore[return-value]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="takes a C++ compiler")
+@two
+def test_the_default_compiler(world: World, tmp_path: Path) -> None:
+    """Inductor makes machine code of a stage, which computes the same gradients."""
+    plain, x = mlp(), torch.randn(6, 4)
+    wrap = partial(last_is_compiled, tmp_path)
+    options = {"chunks": 2, "checkpoint": "never", "wrap_stage": wrap}
+    pipe = rpcpipe.Pipe(plain, world, balance=[3, 3], **options)
+    pipe(x).pow(2).mean().backward()
+    plain(x).pow(2).mean().backward()
+    check_equal(all_grads(pipe), grads(plain))
+    assert list(tmp_path.rglob("*.so"))
 
 
 class Residual(nn.Module):
