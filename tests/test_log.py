@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,8 @@ def output(tmp_path: Path, *command: str, stages: int = 2) -> list[str]:
 
 def test_the_level_of_the_driver_holds_in_the_stages(tmp_path: Path) -> None:
     lines = output(tmp_path, sys.executable, "SCRIPT", "INFO")
+    first = next(line for line in lines if "rank 0, driver: " in line)
+    assert f"pipe 0: driver {socket.gethostname()}:0, stage 0 " in first
     assert "rpcpipe: rank 0, driver: timed 2 layers, 7 times each" in lines
     assert any("rpcpipe: rank 0, driver: stage 1 gets 1 layers, " in line for line in lines)
     for j in range(2):

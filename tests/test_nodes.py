@@ -104,13 +104,13 @@ def finish(*nodes: subprocess.Popen[str]) -> tuple[list[dict[str, Any]], str]:
 
 
 def test_two_hosts_by_names_that_are_dead_ends(tmp_path: Path) -> None:
-    """Four stages; the host without the store is there first, by some seconds."""
+    """Four stages; the host without the store is there first, by ten seconds."""
     with Hosts(tmp_path, 2, dead_end=True) as hosts:
         train = script(tmp_path)
         recipe = ("bash", RECIPES / "two_hosts.sh")
         env = {"STAGES": "4", **put_on_path(tmp_path)}
         second = hosts.start(2, *recipe, "1", hosts.address(1), train, **env)
-        time.sleep(3.0)  # what is tested is the order, and that it may be long
+        time.sleep(10.0)  # what is tested is the order, and that it may be long
         first = hosts.start(1, *recipe, "0", hosts.address(1), train, **env)
         (found,), shown = finish(first, second)
     assert found["hosts"] == [
@@ -155,13 +155,16 @@ def test_the_driver_has_a_host_of_its_own_under_torchrun(tmp_path: Path) -> None
 
 
 def test_hosts_that_have_ipv6_alone(tmp_path: Path) -> None:
+    """The host with the store is there first, by ten seconds."""
     with Hosts(tmp_path, 2, ipv6=True) as hosts:
         train = script(tmp_path)
         command = (
             *RUN, "--nnodes=2", "--stages=2", "--rdzv-backend=c10d", "--rdzv-id=a",
             f"--rdzv-endpoint=[{hosts.address(1)}]:29400", train,
         )  # fmt: skip
-        (found,), _ = finish(*[hosts.start(i, *command) for i in (1, 2)])
+        first = hosts.start(1, *command)
+        time.sleep(10.0)
+        (found,), _ = finish(first, hosts.start(2, *command))
     assert found["hosts"] == ["pipe 0: driver node-1:0, stage 0 node-1:0 cpu, stage 1 node-2:0 cpu"]
 
 
