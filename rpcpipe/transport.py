@@ -377,10 +377,10 @@ class Remote:
 
         A method that returns a ``Future`` is answered when that completes.
         """
+        if _loss.error is not None:  # the reason why it is over, where both are true
+            raise _loss.error
         if not self._key:
             raise RuntimeError(_OVER)
-        if _loss.error is not None:
-            raise _loss.error
         answer: Future[Any] = rpc.rpc_async(self._owner, _dispatch, args=(self._key, method, args))
         return answer
 

@@ -395,3 +395,23 @@ def test_the_quota_of_the_control_group_a_process_is_in_counts() -> None:
         assert float(subprocess.run(command, check=True, capture_output=True).stdout) == 1.5
     finally:
         group.rmdir()
+
+
+def test_a_process_that_was_lost_is_named_also_when_the_driver_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A host with a replica was lost, and the other's driver ended without saying which.
+
+    It had left the world because of the loss, when the stage in the same process, whose average had
+    failed, wanted to tell the driver and heard that the world was over. That is a bug in a compute
+    thread, which ends the process: before `StageLost` had come to the top and was printed. Now a
+    loss is the answer wherever there was one.
+    """
+    monkeypatch.setattr(transport, "_loss", transport._Loss())
+    driver = transport.Remote("nobody", "step")
+    driver.close()
+    with pytest.raises(RuntimeError, match="the world this pipe belongs to is over"):
+        driver.call("report")
+    transport._loss.error = rpcpipe.StageLost("the process of stage 1 was ended")
+    with pytest.raises(rpcpipe.StageLost, match="the process of stage 1 was ended"):
+        driver.call("report")
