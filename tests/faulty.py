@@ -144,7 +144,9 @@ def steps(world: rpcpipe.World) -> None:
         pipe.save(KEPT, keep=2, step=step + 1)
         if PLAN["phase"] == "idle" and PLAN["step"] == step and not failed():
             idle(pipe)
-    note("final", weights={k: v.tolist() for k, v in pipe.state_dict().items()})
+    weights = {k: v.tolist() for k, v in pipe.state_dict().items()}
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    note("final", weights=weights, first=first, restarts=restarts)
     if PLAN["phase"] == "shutdown" and not failed():
         if PLAN["stage"] is None:
             transport.leave = lambda meet: fail()

@@ -23,7 +23,9 @@ from typing import Any
 
 import pytest
 import torch
+from hosts import RUN, Hosts
 from nets import INTERFACE, Cable, why_not
+from test_nodes import REASON
 from test_run import TORCHRUN, Ended, Lab, await_true, lab
 from toys import mlp
 
@@ -167,26 +169,59 @@ def test_a_frozen_process_under_torchrun(lab: Lab, processes: int, fault: Fault)
     assert any(root in ended.err.partition("Root Cause")[2] for root in roots), ended
 
 
+# ------------------------------------------------------------------------------- restarted jobs
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The weights of a run in which nothing fails."""
+    lab = Lab(tmp_path_factory.mktemp("undisturbed"))
+    case = Case(lab, fail_at(None, "never"))
+    ended = case.run()
+    assert ended.code == 0, ended
+    lab.close()
+    return case.notes("final")[0]["weights"]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [(*TORCHRUN, "--nproc-per-node=3"), (*RUN, "--stages=2")],
+    ids=["torchrun", "rpcpipe-run"],
+)
 @pytest.mark.parametrize(
     "fault", [fail_at(1, "backward")] + FULL * [fail_at(None, "forward")], ids=str
 )
-def test_a_job_that_is_restarted_goes_on_from_its_checkpoint(lab: Lab, fault: Fault) -> None:
+def test_a_job_that_is_restarted_goes_on_from_its_checkpoint(
+    lab: Lab, fault: Fault, launcher: tuple[str, ...], undisturbed: Any
+) -> None:
     case = Case(lab, fault)
-    ended = case.run(*TORCHRUN, "--nproc-per-node=3", "--max-restarts=1")
+    ended = case.run(*launcher, "--max-restarts=1")
     assert ended.code == 0, ended
     assert "trained\n" in ended.out
+    check_went_on(case, undisturbed)
+
+
+def check_went_on(case: Case, undisturbed: Any) -> None:
+    """By the first restart, from the last step that was saved; to the same weights, bit for bit."""
     (final,) = case.notes("final")
-    assert final["weights"] == undisturbed(lab)
+    assert (final["restarts"], final["first"]) == ("1", case.fault.step)
+    assert final["weights"] == undisturbed
 
 
-def undisturbed(lab: Lab) -> Any:
-    """The weights of a run in which nothing fails."""
-    case = Case(lab, fail_at(None, "never"))
-    for file in ("FAULT_NOTES", "FAULT_KEPT"):
-        case.env[file] += "-undisturbed"
-    case.notes_file = Path(case.env["FAULT_NOTES"])
-    assert case.run().code == 0
-    return case.notes("final")[0]["weights"]
+@pytest.mark.skipif(REASON is not None, reason=REASON or "")
+def test_a_job_over_two_hosts_is_restarted_by_the_launchers_of_both(
+    lab: Lab, undisturbed: Any
+) -> None:
+    case = Case(lab, fail_at(1, "backward"))
+    env = {**case.env, "TMPDIR": str(lab.tmp)}
+    with Hosts(lab.folder, 2) as hosts:
+        address = f"--master-addr={hosts.address(1)}"
+        command = (*RUN, "--nnodes=2", "--stages=2", "--max-restarts=1", address)
+        nodes = [hosts.start(i, *command, f"--node-rank={i - 1}", SCRIPT, **env) for i in (1, 2)]
+        ended = [Ended(node) for node in nodes]
+    assert [node.code for node in ended] == [0, 0], ended
+    assert "failed (exitcode: -9) local_rank: 0" in ended[1].err, "the stage on the second host"
+    check_went_on(case, undisturbed)
 
 
 # ------------------------------------------------------------------------------- the network
@@ -357,21 +392,19 @@ def test_a_hundred_steps_hold_no_more_than_twenty() -> None:
 @pytest.mark.skipif(not FULL, reason="make test-faults runs it")
 @pytest.mark.timeout(7200)
 def test_random_failures_resume_bitwise(
-    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], undisturbed: Any
 ) -> None:
     count = int(os.environ["RPCPIPE_FAULTS"])
     draw = random.Random(0)
-    wanted = None
     for k in range(count):
         where = draw.choice((None, 0, 1)), draw.choice(PHASES), draw.choice(("SIGKILL", "SIGSTOP"))
         fault = fail_at(*where, step=draw.randrange(1, 5))
         lab = Lab(tmp_path_factory.mktemp("fault"))
-        wanted = wanted or undisturbed(lab)
         case = Case(lab, fault)
         check_ends(case)
         ended = case.run()
         assert ended.code == 0, (fault, ended)
-        assert case.notes("final")[-1]["weights"] == wanted, fault
+        assert case.notes("final")[-1]["weights"] == undisturbed, fault
         assert not lab.processes()
         assert not list(lab.tmp.iterdir()), fault
         lab.close()
