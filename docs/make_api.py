@@ -60,7 +60,8 @@ def signature(thing: Any) -> str:
         found = str(inspect.signature(thing))
     except ValueError:  # of a class made in C
         return "(...)"
-    return found.replace("self, ", "").replace("(self)", "()").replace("'", "")
+    found = found.replace("self, ", "").replace("(self)", "()")
+    return found.replace("'", "").replace('"', "")
 
 
 def text(thing: Any) -> str:

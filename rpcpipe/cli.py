@@ -15,11 +15,11 @@ from torch.distributed.argparse_util import check_env, env
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from rpcpipe import rendezvous
+from rpcpipe import counts, rendezvous
 from rpcpipe.launched import Wishes
-from rpcpipe.world import DRIVERS
+from rpcpipe.world import DRIVERS, Replicas
 
-__all__ = ["main", "parser", "processes_per_node"]
+__all__ = ["main", "parser"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,7 +34,13 @@ def parser() -> argparse.ArgumentParser:
         made.set_defaults(nproc_per_node=None)  # torchrun's default is one; here it follows
     new = made.add_argument_group("pipelines")
     new.add_argument("--stages", action=env, type=int, help="stages of each pipeline")
-    new.add_argument("--replicas", action=env, type=int, help="number of pipelines (default: 1)")
+    new.add_argument(
+        "--replicas",
+        action=env,
+        type=number_or_auto,
+        help="number of pipelines, or auto for as many as the nodes that are there have processes "
+        "for (default: 1)",
+    )
     new.add_argument(
         "--layout",
         action=env,
@@ -57,68 +63,45 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def processes_per_node(
-    stages: int | None, replicas: int, driver: str, nodes: int, given: int | None
-) -> int:
-    """How many processes a node starts.
-
-    Args:
-        nodes: number of nodes.
-        given: ``--nproc-per-node``, or ``None`` to have it derived.
-
-    Raises:
-        ValueError: the numbers do not fit; the message has the arithmetic.
-    """
-    if stages is None:
-        if given is None:
-            raise ValueError("how many processes? give --stages, or --nproc-per-node")
-        return given
-    totals = {"shared": replicas * stages, "dedicated": replicas * (stages + 1)}
-    allowed = [total for kind, total in totals.items() if driver in ("auto", kind)]
-    if given is None:
-        fitting = [total for total in allowed if total % nodes == 0]
-        if fitting:
-            return fitting[0] // nodes
-    elif given * nodes in allowed or (nodes > 1 and given + nodes - 1 <= max(allowed)):
-        return given  # nodes may start different numbers; the world will count all of them
-    raise ValueError(_arithmetic(stages, replicas, driver, nodes, given))
+def number_or_auto(text: str) -> Replicas:
+    return "auto" if text == "auto" else int(text)
 
 
-def _arithmetic(stages: int, replicas: int, driver: str, nodes: int, given: int | None) -> str:
-    total, more = replicas * stages, replicas * (stages + 1)
-    shared = f"{replicas} x {stages} = {total} processes (drivers share the first stage's)"
-    dedicated = f"{replicas} x ({stages} + 1) = {more} processes (drivers have their own)"
-    takes = {"shared": shared, "dedicated": dedicated}.get(driver, f"{shared} or {dedicated}")
-    question = f"{replicas} pipeline(s) of {stages} stages take {takes}; "
-    if given is None:
-        return question + (
-            f"that does not divide over {nodes} nodes: change --nnodes, --stages, --replicas or "
-            "--driver, or give --nproc-per-node on each node"
-        )
-    return question + (
-        f"{nodes} node(s) x {given} = {nodes * given} processes: change --nproc-per-node, "
-        "--stages, --replicas or --driver, or leave --nproc-per-node out to have it derived"
-    )
-
-
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace) -> counts.Nodes:
+    """Refuse what does not fit, and fill in what follows; returns the numbers of nodes."""
     for name in ("stages", "replicas"):
         value = getattr(args, name)
-        if value is not None and value < 1:
+        if value not in (None, "auto") and value < 1:
             raise ValueError(f"--{name} is at least 1, got {value}")
-    least, most = torchrun.parse_min_max_nnodes(args.nnodes)
-    if least != most:
-        raise ValueError(
-            f"--nnodes is one number, got {args.nnodes!r}: a pipeline has as many stages in the "
-            "end as in the beginning; --max-restarts starts all of them again"
-        )
-    if args.standalone and most > 1:
-        raise ValueError(f"--standalone is for one node, got --nnodes {args.nnodes}")
+    nodes = _nodes(args)
     given = None
     if args.nproc_per_node is not None:
         given = torchrun.determine_local_world_size(args.nproc_per_node)
-    count = processes_per_node(args.stages, args.replicas or 1, args.driver, most, given)
+    replicas = args.replicas or 1
+    count = counts.processes_per_node(args.stages, replicas, args.driver, nodes, given)
+    if args.stages is not None and replicas == "auto" and nodes[0] < nodes[1]:
+        args.driver = counts.driver_for_all(args.stages, args.driver, nodes, count)
     args.nproc_per_node = str(count)
+    return nodes
+
+
+def _nodes(args: argparse.Namespace) -> counts.Nodes:
+    """The least and the most nodes, by ``--nnodes``."""
+    least, _, most = args.nnodes.partition(":")
+    most = most or least
+    if not (least.isdecimal() and most.isdecimal() and 0 < int(least) <= int(most)):
+        raise ValueError(
+            "--nnodes is a number of at least 1, or MIN:MAX with MIN of at most MAX; got "
+            f"{args.nnodes!r}"
+        )
+    if args.standalone and int(most) > 1:
+        raise ValueError(f"--standalone is for one node, got --nnodes {args.nnodes}")
+    if least != most and args.rdzv_backend == "static":
+        raise ValueError(
+            f"--nnodes {args.nnodes} takes a rendezvous that nodes join and leave: give "
+            "--rdzv-backend c10d, and by --rdzv-endpoint a host that stays"
+        )
+    return int(least), int(most)
 
 
 @contextmanager
@@ -142,8 +125,7 @@ def configure(args: argparse.Namespace) -> tuple[LaunchConfig, Any, list[str]]:
     Raises:
         ValueError: the flags do not fit each other, or this machine's network.
     """
-    _check(args)
-    one_node = int(args.nnodes.partition(":")[0]) == 1
+    one_node = _check(args)[1] == 1
     unaddressed = args.rdzv_backend == "static" and not args.rdzv_endpoint
     if args.standalone or (one_node and unaddressed and args.master_port is None):
         args.rdzv_backend, args.rdzv_endpoint = "static", f"{rendezvous.LOOPBACK}:0"

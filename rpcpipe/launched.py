@@ -5,9 +5,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
+
+from rpcpipe.world import Replicas
 
 __all__ = ["Launched", "Wishes", "first_host"]
 
@@ -120,7 +122,7 @@ class Wishes:
     """What ``rpcpipe-run`` was asked for, on its way to ``run`` in the script's processes."""
 
     stages: int | None = None
-    replicas: int | None = None
+    replicas: Replicas | None = None
     driver: str = "auto"
     layout: str = "pipe-inner"
     pin: bool = False
@@ -142,25 +144,28 @@ class Wishes:
         layout = env.get("RPCPIPE_LAYOUT") or "pipe-inner"
         if layout not in ("pipe-inner", "dp-inner"):
             raise ValueError(f"RPCPIPE_LAYOUT is pipe-inner or dp-inner, got {layout!r}")
+        replicas = env.get("RPCPIPE_REPLICAS")
         return Wishes(
             _count(env, "RPCPIPE_STAGES"),
-            _count(env, "RPCPIPE_REPLICAS"),
+            "auto" if replicas == "auto" else _count(env, "RPCPIPE_REPLICAS"),
             env.get("RPCPIPE_DRIVER") or "auto",
             layout,
             env.get("RPCPIPE_PIN", "0") not in ("", "0"),
             env.get("RPCPIPE_SHARE_GPU", "0") not in ("", "0"),
         )
 
-    def merge(self, stages: int | None, replicas: int, driver: str) -> tuple[int | None, int, str]:
+    def merge(
+        self, stages: int | None, replicas: Replicas, driver: str
+    ) -> tuple[int | None, Replicas, str]:
         """The arguments of ``run``, where they leave it to the launcher filled in.
 
         Raises:
             ValueError: the script and the launcher contradict each other.
         """
         return (
-            _agree("stages", stages, self.stages, None),
-            _agree("replicas", replicas, self.replicas, 1),
-            _agree("driver", driver, self.driver, "auto"),
+            _agree("stages", stages, self.stages, [None]),
+            _agree("replicas", replicas, self.replicas, [1, "auto"]),
+            _agree("driver", driver, self.driver, ["auto"]),
         )
 
 
@@ -173,10 +178,11 @@ def _count(env: Mapping[str, str], name: str) -> int | None:
     return int(value)
 
 
-def _agree(name: str, said: T, wished: T | None, default: T) -> T:
-    if wished is None or wished == default:
+def _agree(name: str, said: T, wished: T | None, unsaid: Sequence[T]) -> T:
+    """``unsaid``: what leaves it to the other; the first of it is what nobody has to say."""
+    if wished is None or wished == unsaid[0]:
         return said
-    if said in (default, wished):
+    if said in unsaid or said == wished:
         return wished
     raise ValueError(
         f"the script says run({name}={said!r}) and rpcpipe-run (or RPCPIPE_{name.upper()}) says "

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing import spawn
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from rpcpipe.launched import Launched, Wishes
 from rpcpipe.liveness import Care, Limits
 from rpcpipe.placement import Arrival, Seat
 from rpcpipe.transport import chosen
-from rpcpipe.world import Layout, Process, World, check_counts, worker_name
+from rpcpipe.world import Layout, Process, Replicas, World, check_counts, worker_name
 
 __all__ = ["run"]
 
@@ -57,7 +57,7 @@ def run(
     fn: Callable[..., T],
     *args: Any,
     stages: int | None = None,
-    replicas: int = 1,
+    replicas: int | Literal["auto"] = 1,
     driver: str = "auto",
     heartbeat: float | None = None,
     timeout: float | None = None,
@@ -79,7 +79,8 @@ def run(
         args: given to it.
         stages: number of stages. The default is what ``rpcpipe-run --stages`` said; otherwise one
             for each GPU without a launcher, and with one what its number of processes allows.
-        replicas: number of pipelines; more than one takes a launcher.
+        replicas: number of pipelines; more than one takes a launcher. ``"auto"`` makes as many as
+            the launcher's processes allow, which may be fewer after a restart with fewer nodes.
         driver: ``"shared"`` (in the first stage's process), ``"dedicated"`` (in its own) or
             ``"auto"``, which fits the launcher's number of processes. A plain script's driver is
             always in a process of its own.
@@ -128,8 +129,8 @@ def run(
         _running.release()
 
 
-def _count_stages(stages: int | None, replicas: int) -> int:
-    if replicas != 1:
+def _count_stages(stages: int | None, replicas: Replicas) -> int:
+    if replicas not in (1, "auto"):
         raise ValueError(
             f"replicas={replicas} takes a launcher, which starts the other drivers: "
             f"rpcpipe-run --stages {stages or 1} --replicas {replicas} {sys.argv[0]}"

@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from rpcpipe import groups
 __all__ = ["Layout", "Process", "World"]
 
 DRIVERS = ("auto", "shared", "dedicated")
+
+Replicas = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -50,33 +52,49 @@ class Layout:
         return rank % self.ranks_per_pipeline == 0
 
     @staticmethod
-    def of(world_size: int, stages: int | None, replicas: int, driver: str) -> Layout:
+    def of(world_size: int, stages: int | None, replicas: Replicas, driver: str) -> Layout:
         """The layout a launcher's number of processes allows.
 
         Raises:
             ValueError: it allows none.
         """
         if stages is None:
+            if replicas == "auto":
+                raise ValueError(
+                    "replicas='auto' counts pipelines of a known size: give stages=, or "
+                    "rpcpipe-run --stages"
+                )
             per_pipeline = world_size // replicas
             stages = max(1, per_pipeline - (driver == "dedicated"))
         for dedicated in (False, True):
-            layout = Layout(stages, replicas, dedicated)
+            fitting = world_size // (stages + dedicated)
+            layout = Layout(stages, fitting if replicas == "auto" else replicas, dedicated)
             wanted = driver in ("auto", "dedicated" if dedicated else "shared")
             if wanted and layout.world_size == world_size:
                 return layout
-        raise ValueError(
-            f"{stages} stages and {replicas} replicas take {replicas * stages} processes (drivers "
-            f"share the first stage's) or {replicas * (stages + 1)} (drivers have their own); the "
-            f"launcher started {world_size} and driver={driver!r}: change its number of processes, "
-            "stages= or driver="
-        )
+        raise ValueError(_none_fits(world_size, stages, replicas, driver))
 
 
-def check_counts(stages: int | None, replicas: int, driver: str) -> None:
+def _none_fits(world_size: int, stages: int, replicas: Replicas, driver: str) -> str:
+    if replicas == "auto":
+        count, take = 1, f"each pipeline of {stages} stages takes"
+    else:
+        count, take = replicas, f"{stages} stages and {replicas} replicas take"
+    return (
+        f"{take} {count * stages} processes (drivers share the first stage's) or "
+        f"{count * (stages + 1)} (drivers have their own); the launcher started {world_size} and "
+        f"driver={driver!r}: change its number of processes, stages= or driver="
+    )
+
+
+def check_counts(stages: int | None, replicas: Replicas, driver: str) -> None:
     """Raise ``ValueError`` for what ``run`` cannot be asked for."""
     for name, value in (("stages", stages), ("replicas", replicas)):
+        if name == "replicas" and value == "auto":
+            continue
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ValueError(f"{name}= is a whole number, got {value!r}")
+            other = " or 'auto'" if name == "replicas" else ""
+            raise ValueError(f"{name}= is a whole number{other}, got {value!r}")
         if value is not None and value < 1:
             raise ValueError(f"{name}= is at least 1, got {value}")
     if driver not in DRIVERS:

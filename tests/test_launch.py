@@ -23,7 +23,7 @@ from test_run import Ended, Lab, await_line, lab
 from torch import nn
 
 import rpcpipe
-from rpcpipe import cli, network
+from rpcpipe import cli, counts, network
 from rpcpipe.launched import Launched, Wishes, first_host
 from rpcpipe.placement import Arrival, divide_cores, divide_gpus, quota, roles, seats
 from rpcpipe.world import Layout
@@ -199,29 +199,74 @@ def test_a_layer_that_says_cuda_means_the_gpu_of_its_stage(world: rpcpipe.World)
 # --------------------------------------------------------------------------------------- flags
 
 
+ONE, TWO, ONE_OR_TWO = (1, 1), (2, 2), (1, 2)  # nodes
+
+
 def test_processes_per_node_are_derived() -> None:
-    assert cli.processes_per_node(4, 1, "auto", 2, None) == 2
-    assert cli.processes_per_node(3, 1, "auto", 2, None) == 2  # with a driver of its own
-    assert cli.processes_per_node(3, 2, "dedicated", 1, None) == 8
-    assert cli.processes_per_node(None, 1, "auto", 2, 3) == 3
-    assert cli.processes_per_node(2, 1, "auto", 2, 1) == 1
+    assert counts.processes_per_node(4, 1, "auto", TWO, None) == 2
+    assert counts.processes_per_node(3, 1, "auto", TWO, None) == 2  # with a driver of its own
+    assert counts.processes_per_node(3, 2, "dedicated", ONE, None) == 8
+    assert counts.processes_per_node(None, 1, "auto", TWO, 3) == 3
+    assert counts.processes_per_node(2, 1, "auto", TWO, 1) == 1
+
+
+def test_replicas_or_stages_follow_the_nodes_that_are_there() -> None:
+    assert counts.processes_per_node(2, "auto", "auto", ONE_OR_TWO, None) == 2
+    assert counts.processes_per_node(2, "auto", "dedicated", ONE_OR_TWO, None) == 3
+    assert counts.processes_per_node(2, "auto", "auto", ONE_OR_TWO, 4) == 4
+    assert counts.processes_per_node(4, "auto", "auto", TWO, 2) == 2  # each over both nodes
+    assert counts.processes_per_node(None, 2, "auto", ONE_OR_TWO, 2) == 2
+    assert counts.processes_per_node(None, "auto", "auto", ONE_OR_TWO, 3) == 3  # run(stages=) says
+    for world_size, replicas in ((2, 1), (6, 3)):
+        assert Layout.of(world_size, 2, "auto", "auto") == Layout(2, replicas, dedicated=False)
+    assert Layout.of(3, 2, "auto", "auto") == Layout(2, 1, dedicated=True)
+    assert Layout.of(6, 2, "auto", "dedicated") == Layout(2, 2, dedicated=True)
+    with pytest.raises(ValueError, match=r"each pipeline of 2 stages takes 2 .* or 3 .* started 5"):
+        Layout.of(5, 2, "auto", "auto")
+    with pytest.raises(ValueError, match=r"replicas='auto' counts pipelines .* give stages="):
+        Layout.of(4, None, "auto", "auto")
+
+
+def test_drivers_stay_where_they_are_when_a_node_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six processes would be three pipelines whose drivers share the first stage's."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # which flags are put into
+    flags = ("--stages=2", "--replicas=auto", "--nproc-per-node=3", "--nnodes=1:2")
+    where = ("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "train.py")
+    cli.configure(cli.parser().parse_args([*flags, *where]))
+    wishes = Wishes.find(os.environ)
+    assert (wishes.replicas, wishes.driver) == ("auto", "dedicated")
+    assert wishes.merge(None, 1, "auto") == (2, "auto", "dedicated")
+    with pytest.raises(ValueError, match=r"says run\(replicas=2\) and rpcpipe-run .* says 'auto'"):
+        wishes.merge(None, 2, "auto")
+    assert Wishes(replicas=2).merge(2, "auto", "auto") == (2, 2, "auto")
 
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ((4, 1, "auto", 3, None), "1 x 4 = 4 processes .* or 1 x (4 + 1) = 5 .* over 3 nodes"),
-        ((2, 2, "shared", 1, 3), "2 x 2 = 4 processes (drivers share the first stage's); 1 node(s) "
-         "x 3 = 3 processes"),
-        ((2, 1, "auto", 2, 9), "2 node(s) x 9 = 18 processes"),
-        ((None, 1, "auto", 1, None), "give --stages, or --nproc-per-node"),
+        ((4, 1, "auto", (3, 3), None),
+         "1 x 4 = 4 processes .* or 1 x (4 + 1) = 5 .* over 3 nodes"),
+        ((2, 2, "shared", ONE, 3),
+         "2 x 2 = 4 processes (drivers share the first stage's); 1 node(s) x 3 = 3 processes"),
+        ((2, 1, "auto", TWO, 9), "2 node(s) x 9 = 18 processes"),
+        ((None, 1, "auto", ONE, None), "give --stages, or --nproc-per-node"),
+        ((2, 2, "auto", ONE_OR_TWO, 2), "2 pipeline(s) of 2 stages are the same number of "
+         "processes on 1 node(s) as on 2, .* give --replicas auto .* or leave out --stages"),
+        ((2, "auto", "auto", (1, 5), 5), "2 processes (drivers share the first stage's) or 2 + 1 = "
+         "3 processes (drivers have their own); 1 node(s) x 5 = 5, 2 node(s) x 5 = 10, ..., "
+         "5 node(s) x 5 = 25 processes"),
+        ((4, "auto", "auto", (2, 4), 2), "2 node(s) x 2 = 4, 3 node(s) x 2 = 6, "),
+        ((None, 2, "auto", ONE_OR_TWO, 3),
+         "2 pipeline(s) have the same number each; 1 node(s) x 3 = 3, 2 node(s) x 3 = 6"),
+        ((None, 1, "dedicated", ONE_OR_TWO, 1),
+         "1 pipeline(s) have the same number each, a driver and at least one stage; 1 node(s) x 1"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_arithmetic(
     numbers: tuple[Any, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
-        cli.processes_per_node(*numbers)
+        counts.processes_per_node(*numbers)
 
 
 def test_flags_are_torchruns_and_may_come_from_the_environment(
@@ -244,7 +289,10 @@ def test_flags_are_torchruns_and_may_come_from_the_environment(
     ("flags", "message"),
     [
         (["--stages=0"], "--stages is at least 1, got 0"),
-        (["--stages=2", "--nnodes=1:2"], "--nnodes is one number, got '1:2'"),
+        (["--stages=2", "--nnodes=2:1"], "--nnodes is a number of at least 1, or MIN:MAX with"),
+        (["--stages=2", "--nnodes=a:2"], "--nnodes is a number of at least 1, or MIN:MAX with"),
+        (["--stages=2", "--nnodes=1:2", "--replicas=auto"], "--nnodes 1:2 takes a rendezvous that"),
+        (["--stages=2", "--replicas=0"], "--replicas is at least 1, got 0"),
         (["--stages=2", "--nnodes=2", "--standalone"], "--standalone is for one node"),
         (["--stages=2", "--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=nobody.invalid:1"],
          "the name of the rendezvous host 'nobody.invalid' does not resolve"),
@@ -344,7 +392,6 @@ def train(world, meanwhile=None):
         "hosts": world.hosts(),
         "stages": [pipe.apply_to_stage(j, whereabouts) for j in range(n)],
         "port": os.environ.get("MASTER_PORT"),
-        "restarts": os.environ.get("TORCHELASTIC_RESTART_COUNT"),
     })
     sys.stdout.write(f"facts {line}\\n")
     sys.stdout.flush()
@@ -412,23 +459,6 @@ def test_more_processes_than_cores_warn_once(lab: Lab) -> None:
     assert all(own == cores for f in found for _, own, _ in f["stages"])
     assert len({pid for f in found for pid, *_ in f["stages"]}) == 2 * n
     assert ended.err.count("they take turns and are not pinned") == 1, ended
-
-
-def test_a_restarted_job_comes_up_again(lab: Lab) -> None:
-    script = lab.script(
-        TRAIN
-        + """
-def fail_once():
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os._exit(3)
-
-
-if __name__ == "__main__":
-    rpcpipe.run(train, fail_once)
-"""
-    )
-    ended = lab.run(*RUN, "--stages=2", "--max-restarts=1", str(script))
-    assert [f["restarts"] for f in train_ended(ended)] == ["0", "1"]
 
 
 @pytest.mark.timeout(300)
