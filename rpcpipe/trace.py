@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["trace", "write"]
 
 PHASES = {"F": "forward", "R": "recompute", "B": "backward"}
-INSIDE = 1e-3  # microseconds: an arrow belongs to the task it starts or ends in
+INSIDE = 1e-6  # seconds: an arrow belongs to the task it starts or ends in
 
 Entry = dict[str, Any]
 
@@ -37,34 +37,46 @@ def trace(
     places: Sequence[str],
     driver: str,
 ) -> Entry:
-    """The trace; its process 0 is the driver, process ``1 + j`` is stage ``j``."""
+    """The trace; its process 1 is the driver, process ``2 + j`` is stage ``j``.
+
+    As Perfetto reads it: numbers of processes and threads begin at 1, since 0 is the idle task's; a
+    thread's number is its process's, since a name is given to a thread by its number alone. Times
+    are whole nanoseconds, which it truncates to. Events are in the order of time, and a task comes
+    before the arrows in it.
+    """
     times = [event.start for stage in events for event in stage]
     zero = min([*times, *(moment.start for moment in moments)])
     names = [f"driver ({driver})", *(f"stage {j} ({place})" for j, place in enumerate(places))]
-    entries = [entry for pid, name in enumerate(names) for entry in _row(pid, name)]
+    rows = [entry for pid, name in enumerate(names, 1) for entry in _row(pid, name)]
+    entries = []
     for step, name, start, end in moments:
-        entries.append(_slice(0, name, "driver", start - zero, end - zero, {"step": step}))
+        entries.append(_slice(1, name, "driver", start - zero, end - zero, {"step": step}))
     for j, stage in enumerate(events):
         for event in stage:
             where = {"step": event.step, "micro-batch": event.task.i, "stage": j}
             name, phase = str(event.task), PHASES[event.task.kind]
             start, end = event.start - zero, event.end - zero
-            entries.append(_slice(1 + j, name, phase, start, end, where))
+            entries.append(_slice(2 + j, name, phase, start, end, where))
     entries += _arrows(events, zero)
-    return {"traceEvents": entries, "displayTimeUnit": "ms"}
+    return {"traceEvents": rows + sorted(entries, key=lambda e: e["ts"]), "displayTimeUnit": "ms"}
 
 
 def _row(pid: int, name: str) -> Iterator[Entry]:
-    common = {"ph": "M", "pid": pid, "tid": 0}
+    common = {"ph": "M", "pid": pid, "tid": pid}
     yield {**common, "name": "process_name", "args": {"name": name}}
     yield {**common, "name": "process_sort_index", "args": {"sort_index": pid}}
-    thread = "training loop" if pid == 0 else "compute thread"
+    thread = "training loop" if pid == 1 else "compute thread"
     yield {**common, "name": "thread_name", "args": {"name": thread}}
 
 
 def _slice(pid: int, name: str, phase: str, start: float, end: float, where: Entry) -> Entry:
-    common = {"ph": "X", "pid": pid, "tid": 0, "name": name, "cat": phase, "args": where}
-    return {**common, "ts": start * 1e6, "dur": (end - start) * 1e6}
+    common = {"ph": "X", "pid": pid, "tid": pid, "name": name, "cat": phase, "args": where}
+    return {**common, "ts": _us(start), "dur": _us(_us(end) / 1e6 - _us(start) / 1e6)}
+
+
+def _us(seconds: float) -> float:
+    """Microseconds, to the nanosecond."""
+    return round(seconds * 1e6, 3)
 
 
 def _arrows(events: Sequence[Sequence[Event]], zero: float) -> Iterator[Entry]:
@@ -78,8 +90,8 @@ def _arrows(events: Sequence[Sequence[Event]], zero: float) -> Iterator[Entry]:
             continue
         number += 1
         what = "activation" if task.kind == "F" else "gradient"
-        common = {"name": what, "cat": "sent", "id": number, "tid": 0}
-        leaves = max(event.start, event.end - INSIDE * 1e-6) - zero
-        comes = min(target.end, target.start + INSIDE * 1e-6) - zero
-        yield {**common, "ph": "s", "pid": 1 + j, "ts": leaves * 1e6}
-        yield {**common, "ph": "f", "bp": "e", "pid": 1 + to, "ts": comes * 1e6}
+        common = {"name": what, "cat": "sent", "id": number}
+        leaves = max((event.start + event.end) / 2, event.end - INSIDE) - zero
+        comes = min((target.start + target.end) / 2, target.start + INSIDE) - zero
+        yield {**common, "ph": "s", "pid": 2 + j, "tid": 2 + j, "ts": _us(leaves)}
+        yield {**common, "ph": "f", "bp": "e", "pid": 2 + to, "tid": 2 + to, "ts": _us(comes)}

@@ -14,7 +14,7 @@ from benchmarks.emulated import chain
 from benchmarks.harness import medians, step
 from rpcpipe import BalanceError, Candidate, Plan, World, schedule
 from rpcpipe.memory import MIB
-from rpcpipe.plan import _Layer, _memory, _predict
+from rpcpipe.plan import _Layer, _memory, _predict, _Way
 from rpcpipe.schedule import Costs
 
 two = pytest.mark.parametrize("world", [2], indirect=True)
@@ -43,17 +43,26 @@ def wide(width: int = 4096) -> nn.Sequential:
 def test_step_time_and_bubble_are_those_of_the_schedule() -> None:
     costs = [Costs(1, 2, 1), Costs(2, 3, 2)]
     for mode in schedule.MODES:
-        seconds, bubble = _predict(costs, [0.0], 4, mode)
+        seconds, bubble = _predict(costs, [0.0] * 3, 4, mode)
         simulation = schedule.simulate(schedule.gpipe(4, 2, mode), costs)
         assert seconds == simulation.makespan
         assert bubble == pytest.approx(simulation.bubble)
 
 
 def test_a_slow_link_is_the_pace_of_the_pipeline() -> None:
-    seconds, bubble = _predict([Costs(1, 1, 0)] * 2, [10.0], 8, "never")
+    seconds, bubble = _predict([Costs(1, 1, 0)] * 2, [0, 10.0, 0], 8, "never")
     assert seconds == 2 * (1 + 8 * 10 + 1)
     assert bubble == pytest.approx(1 - 16 / seconds)
-    assert _predict([Costs(1, 1, 0)] * 2, [0.5], 8, "never")[0] == 2 * (9 + 0.5)
+    assert _predict([Costs(1, 1, 0)] * 2, [0, 0.5, 0], 8, "never")[0] == 2 * (9 + 0.5)
+
+
+def test_the_driver_is_a_link_away_at_both_ends_and_no_gradient_goes_back_to_it() -> None:
+    fast = [Costs(1, 1, 0)] * 2
+    assert _predict(fast, [0.25, 0, 0], 8, "never")[0] == 18 + 0.25
+    assert _predict(fast, [0, 0, 0.25], 8, "never")[0] == 18 + 2 * 0.25
+    way = _Way(bandwidth=100.0, latency=0.5, overhead=lambda size: size)
+    assert way.seconds(50) == 1.0
+    assert way._replace(bandwidth=None).seconds(50) == 0.5
 
 
 def test_memory_is_of_weights_inputs_and_what_each_mode_keeps() -> None:

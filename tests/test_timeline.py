@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from perfetto import read_as_perfetto_does
 from toys import mlp
 
 import rpcpipe
@@ -101,21 +102,22 @@ def test_trace_has_a_row_for_each_process_and_an_arrow_for_each_hop(
     entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     rows = {e["pid"]: e["args"]["name"] for e in entries if e["name"] == "process_name"}
     assert [name.split(" (")[0] for name in rows.values()] == ["driver", "stage 0", "stage 1"]
-    assert list(rows) == [0, 1, 2]
+    assert list(rows) == [1, 2, 3]
     slices = [e for e in entries if e["ph"] == "X"]
     assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in slices)
-    tasks = {(e["pid"], e["name"], e["args"]["step"]) for e in slices if e["pid"]}
+    tasks = {(e["pid"], e["name"], e["args"]["step"]) for e in slices if e["pid"] > 1}
     programs = schedule.gpipe(M, 2, "except_last")
-    assert tasks == {(1 + j, str(t), s) for j in (0, 1) for t in programs[j] for s in (1, 2)}
+    assert tasks == {(2 + j, str(t), s) for j in (0, 1) for t in programs[j] for s in (1, 2)}
     starts = {e["id"]: e for e in entries if e["ph"] == "s"}
     ends = {e["id"]: e for e in entries if e["ph"] == "f"}
     assert starts.keys() == ends.keys()
     hops = {(name_at(slices, starts[k]), name_at(slices, ends[k])) for k in starts}
     assert hops == {
-        *(((1, f"F{i}", s), (2, f"F{i}", s)) for i in range(M) for s in (1, 2)),
-        *(((2, f"B{i}", s), (1, f"B{i}", s)) for i in range(M) for s in (1, 2)),
+        *(((2, f"F{i}", s), (3, f"F{i}", s)) for i in range(M) for s in (1, 2)),
+        *(((3, f"B{i}", s), (2, f"B{i}", s)) for i in range(M) for s in (1, 2)),
     }
     assert all(starts[k]["ts"] <= ends[k]["ts"] for k in starts)
+    assert read_as_perfetto_does(entries) == sorted(hops)
 
 
 def name_at(slices: list[dict[str, Any]], arrow: dict[str, Any]) -> tuple[int, str, int]:
