@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from perfetto_rules import read_as_perfetto_does
 from torch import nn
-from perfetto import read_as_perfetto_does
 from toys import mlp
 
 import rpcpipe
