@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -14,6 +15,7 @@ from benchmarks import models
 from benchmarks.emulated import chain, hourglass
 from benchmarks.harness import Table, experiment, medians, step
 from benchmarks.memory import ALLOCATOR
+from rpcpipe.balance.profile import pass_times
 from rpcpipe.memory import MIB
 
 Case = tuple[Callable[[], nn.Sequential], Tensor]
@@ -30,7 +32,7 @@ def cases(quick: bool) -> dict[str, Case]:
     return {
         **found,
         "emulated hourglass": (lambda: hourglass(8, 64, 32, 0.4), torch.randn(32, 64)),
-        "ResNet": (lambda: models.resnet([2, 2, 2, 2], 10, 16), images),
+        "ResNet": (lambda: models.resnet([2, 2, 2, 2], 32, 10), images),
         "U-Net (2, 16)": (lambda: models.unet(3, 2, 16), images),
         "AmoebaNet-D (3, 32)": (lambda: models.amoebanetd(10, 3, 32), images),
     }
@@ -43,11 +45,94 @@ def chosen(plan: rpcpipe.Plan) -> list[rpcpipe.Candidate]:
     return list(dict.fromkeys([plan.best, *best]))
 
 
-def plans(world: rpcpipe.World, quick: bool) -> Iterator[tuple[str, Case, rpcpipe.Candidate]]:
+class _Burn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        _burn(1)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, scale = ctx.saved_tensors
+        _burn(2)
+        return gradient * scale, (gradient * x).sum()
+
+
+def _burn(times: int) -> None:
+    """Work of some milliseconds that needs a core and nothing else."""
+    x = torch.ones(128, 128)
+    for _ in range(100 * times):
+        x @ x
+
+
+class Busy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Burn.apply(x, self.scale)
+
+
+class Machine(NamedTuple):
+    """What stages need beside their layers here, in seconds and bytes; as plan() takes it."""
+
+    latency: float
+    bandwidth: float
+    fixed: float
+    byte: float
+
+    def overhead(self, size: float) -> float:
+        return self.fixed + self.byte * size
+
+    def __str__(self) -> str:
+        return (
+            f"latency {1e3 * self.latency:.2f} ms, bandwidth {self.bandwidth / 1e9:.2f} GB/s, "
+            f"overhead {1e3 * self.fixed:.2f} ms and {1e3 * MIB * self.byte:.2f} ms a MiB"
+        )
+
+
+SMALL, LARGE = 1 << 10, 1 << 20  # bytes of a micro-batch
+FEW, MANY = 4, 16  # micro-batches
+
+
+def machine(world: rpcpipe.World, rounds: int = 7) -> Machine:
+    """Measured with equal stages, which keep a core busy and send what they are given.
+
+    A step takes ``(m + n - 1) (work + 2 overhead) + (2 n + 1) link``.
+    """
+    n = world.stages
+    overheads, links = [], []
+    for size in (SMALL, LARGE):
+        model = nn.Sequential(*(Busy() for _ in range(n)))
+        times = pass_times(model, torch.ones(1, size // 4), 7)
+        work = (sum(times.forward) + sum(times.backward)) / n
+        seconds = []
+        for m in (FEW, MANY):
+            pipe = rpcpipe.Pipe(model, world, balance=[1] * n, chunks=m, checkpoint="never")
+            seconds += medians({"": step(pipe, torch.ones(m, size // 4))}, rounds).values()
+        pace = (seconds[1] - seconds[0]) / (MANY - FEW)
+        overheads.append(max(0.0, pace - work) / 2)
+        links.append(max(1e-9, seconds[0] - (FEW + n - 1) * pace) / (2 * n + 1))
+    return Machine(
+        links[0],
+        (LARGE - SMALL) / max(1e-9, links[1] - links[0]),
+        overheads[0],
+        max(0.0, overheads[1] - overheads[0]) / (2 * (LARGE - SMALL)),
+    )
+
+
+def plans(
+    world: rpcpipe.World, here: Machine, quick: bool
+) -> Iterator[tuple[str, Case, rpcpipe.Candidate]]:
+    given = {"overhead": here.overhead, "latency": here.latency, "bandwidth": here.bandwidth}
     for name, case in cases(quick).items():
         torch.manual_seed(0)
         counts = [4] if quick else [4, 8]
-        plan = rpcpipe.plan(case[0](), case[1], world.stages, param_factor=2, chunks=counts)
+        plan = rpcpipe.plan(
+            case[0](), case[1], world.stages, param_factor=2, chunks=counts, **given
+        )
         for candidate in chosen(plan)[: 1 if quick else None]:
             yield name, case, candidate
 
@@ -59,8 +144,9 @@ def pipe_of(world: rpcpipe.World, case: Case, c: rpcpipe.Candidate) -> rpcpipe.P
 
 def times(world: rpcpipe.World, quick: bool) -> list[Table]:
     columns = ["Model", "Balance", "m", "Checkpoint", "Predicted", "Measured", "Ratio"]
-    table = Table("Step time; the ratio is measured / predicted", columns)
-    for name, case, c in plans(world, quick):
+    here = machine(world, 3 if quick else 9)
+    table = Table(f"Step time; the ratio is measured / predicted, with {here}", columns)
+    for name, case, c in plans(world, here, quick):
         variants = {"": step(pipe_of(world, case, c), case[1])}
         (seconds,) = medians(variants, 2 if quick else 7).values()
         row = [f"{1e3 * c.seconds:.1f} ms", f"{1e3 * seconds:.1f} ms", f"{seconds / c.seconds:.2f}"]
@@ -73,7 +159,7 @@ def memories(world: rpcpipe.World, quick: bool) -> list[Table]:
         "The most any stage holds in parameters, gradients and activations, in MiB",
         ["Model", "Balance", "m", "Checkpoint", "Predicted", "Measured", "Ratio"],
     )
-    for name, case, c in plans(world, quick):
+    for name, case, c in plans(world, Machine(0.0, 1e12, 0.0, 0.0), quick):
         if name.startswith("emulated"):
             continue  # of some bytes
         pipe = pipe_of(world, case, c)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rpcpipe import log, microbatch, schedule
 from rpcpipe.balance.partition import even, partition
-from rpcpipe.balance.profile import check, layer_holdings, pass_times, weight_bytes
+from rpcpipe.balance.profile import check, layer_holdings, pass_times, weight_bytes, whole_times
 from rpcpipe.schedule import Costs
 from rpcpipe.skip.skippable import pop_keys
 
@@ -25,6 +26,7 @@ logger = log.logger
 
 MIB = 2**20
 SHOWN = 12  # candidates in the table
+GRAPHS = 4  # held at once to see what that costs: more cost no more
 BLENDS = (0.25, 0.5, 0.75)  # of time and memory, for balances in between
 
 
@@ -108,23 +110,24 @@ def plan(
     bandwidth: float | None = None,
     chunks: Sequence[int] | None = None,
     param_factor: float = 4.0,
-    overhead: float = 5e-4,
+    overhead: float | Callable[[float], float] = 5e-4,
+    latency: float = 1e-3,
     threads: int | None = None,
     repeats: int = 3,
 ) -> Plan:
     """Choose balance, chunks and checkpoint mode for a model, by measuring its layers here.
 
     For each number of micro-batches, every layer is timed on one of them, forward and backward,
-    and the bytes it holds are counted (`balance.by_time` and `balance.by_size` say how). Balances
-    by time, by memory, in between and even are then put through the schedule on paper, in every
-    checkpoint mode. The model is left as it was. Takes about ten times as long as a step without
-    a pipe.
+    and the bytes it holds are counted (`balance.by_time` and `balance.by_size` say how). The whole
+    model is timed, too, and the times of the layers are scaled to sum up to its. Balances by time,
+    by memory, in between and even are then put through the schedule on paper, in every checkpoint
+    mode. The model is left as it was. Takes about twenty times as long as a step without a pipe.
 
     What is predicted is the forward and backward pass, by stages as fast as this machine's; loss
-    and optimizer are not in it, nor what stages of one machine take from each other (memory
-    bandwidth, above all). Memory is that of tensors: what code and libraries take, what kernels
-    work with, and what an allocator keeps come on top. Micro-batches of another size give
-    batch norm other statistics: then compare losses, too.
+    and optimizer are not in it, nor what processes of one machine take from each other (cores,
+    memory bandwidth), but for what ``overhead`` says. Memory is that of tensors: what code and
+    libraries take, what kernels work with, and what an allocator keeps come on top. Micro-batches
+    of another size give batch norm other statistics: then compare losses, too.
 
     Args:
         model: the layers, on the device they are measured on; the ``meta`` device does not do.
@@ -132,13 +135,15 @@ def plan(
             tensors, of shape (rows of the mini-batch, ...).
         stages: number of stages ``n``.
         memory: bytes that a stage may hold.
-        bandwidth: bytes per second from one stage to the next, each way; without it, sending is
-            free.
+        bandwidth: bytes per second from one process to the next, each way, while both work on;
+            without it, that takes no time.
         chunks: numbers of micro-batches to try; by default powers of two up to ``8 * stages``.
         param_factor: bytes held for each byte of parameters: 2 for SGD (parameter, gradient), 3
             with momentum, 4 for Adam (two moments).
-        overhead: seconds a task takes in its stage beside its layers: messages, Python. A
-            recorded timeline tells yours.
+        overhead: seconds a task takes in its stage beside its layers: messages, Python; or a
+            function that tells them by the bytes that the task is given and sends.
+        latency: seconds from one process to the next, also from the driver and back to it, however
+            small a message is. ``benchmarks/plan.py`` measures both.
         threads: of a stage; by default what ``run`` gives each of ``stages`` on this host.
         repeats: timed runs of each layer.
 
@@ -157,6 +162,7 @@ def plan(
     rows = microbatch.check(sample)
     counts = _counts(chunks, rows, stages)
     _check_positive(memory=memory, bandwidth=bandwidth, repeats=repeats, threads=threads)
+    beside = overhead if callable(overhead) else lambda _: overhead
     held = [t for t in [*model.parameters(), *model.buffers()] if t.is_meta]
     if held or any(isinstance(t, Tensor) and t.is_meta for t in pytree.tree_leaves(sample)):
         raise ValueError("plan() times the layers: put model and sample on a device, not on meta")
@@ -164,7 +170,7 @@ def plan(
     with _as_in_a_stage(threads or max(1, len(os.sched_getaffinity(0)) // stages)):
         for m in counts:
             try:
-                profile = _profile(model, sample, m, param_factor, overhead, repeats)
+                profile = _profile(model, sample, m, param_factor, repeats)
             except Exception as exc:
                 # Batch norm, for one, refuses a micro-batch of one row; fewer may do.
                 logger.warning("plan: chunks=%d left out, the model raised %r", m, exc)
@@ -172,7 +178,7 @@ def plan(
                     raise
                 break
             logger.info("plan: profiled %d layers for chunks=%d", len(model), m)
-            found += _candidates(profile, m, stages, bandwidth)
+            found += _candidates(profile, m, stages, _Way(bandwidth, latency, beside))
     found.sort(key=lambda c: (c.seconds, max(c.memory)))
     best = next((c for c in found if _fits(c, memory)), None)
     if best is None:
@@ -204,28 +210,41 @@ class _Skip(NamedTuple):
     size: float
 
 
+class _Way(NamedTuple):
+    """What it takes to get from one process to the next."""
+
+    bandwidth: float | None
+    latency: float
+    overhead: Callable[[float], float]  # of a task in its stage, by bytes
+
+    def seconds(self, size: float) -> float:
+        return self.latency + (size / self.bandwidth if self.bandwidth else 0.0)
+
+
 class _Profile(NamedTuple):
-    layers: list[_Layer]
+    layers: dict[str, list[_Layer]]  # by checkpoint mode
     skips: list[_Skip]
     given: float  # bytes of a micro-batch
-    overhead: float
 
     def entering(self, first: int, end: int) -> float:
         """Bytes that a stage of the layers from ``first`` to before ``end`` is given."""
         skips = sum(s.size for s in self.skips if s.stashed < first <= s.popped < end)
-        return (self.layers[first - 1].sent if first else self.given) + skips
+        return (self.layers["never"][first - 1].sent if first else self.given) + skips
 
 
-def _profile(
-    model: nn.Sequential, sample: Any, m: int, factor: float, overhead: float, repeats: int
-) -> _Profile:
+def _profile(model: nn.Sequential, sample: Any, m: int, factor: float, repeats: int) -> _Profile:
     batch = microbatch.scatter(sample, m)[0]
     forward, backward, exchanged, stashed = pass_times(model, batch, repeats)
     holdings = layer_holdings(model, batch)
     weights = [weight_bytes(layer, factor) for layer in model]
     sent = [bytes_ / 2 for bytes_ in exchanged]
     saved, given = [h.saved for h in holdings], [h.given for h in holdings]
-    layers = list(map(_Layer, forward, backward, sent, saved, given, weights))
+    one = list(map(_Layer, forward, backward, sent, saved, given, weights))
+    layers = {
+        mode: _in_a_row(one, model, batch, repeats, m if mode == "never" else 1)
+        for mode in ("never", "always")
+    }
+    layers["except_last"] = layers["always"]
     entering = sum(t.nbytes for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
     popped = {
         key: k
@@ -238,20 +257,37 @@ def _profile(
         for k, sizes in enumerate(stashed)
         for key, size in sizes.items()
     ]
-    return _Profile(layers, skips, entering, overhead)
+    return _Profile(layers, skips, entering)
 
 
-def _candidates(profile: _Profile, m: int, n: int, bandwidth: float | None) -> Iterator[Candidate]:
+def _in_a_row(
+    layers: list[_Layer], model: nn.Sequential, batch: Any, repeats: int, graphs: int
+) -> list[_Layer]:
+    """The layers with times scaled to those of the whole model, with so many graphs at once."""
+    size = sum(layer.saved for layer in layers)
+    fitting = int(psutil.virtual_memory().available / 2 / (size or 1))
+    held = max(1, min(graphs, GRAPHS, fitting))
+    try:
+        forward, backward = whole_times(model, batch, repeats, held)
+    except torch.OutOfMemoryError:  # one layer at a time is all that fits
+        return layers
+    f = forward / (sum(layer.forward for layer in layers) or 1.0)
+    b = backward / (sum(layer.backward for layer in layers) or 1.0)
+    return [x._replace(forward=f * x.forward, backward=b * x.backward) for x in layers]
+
+
+def _candidates(profile: _Profile, m: int, n: int, way: _Way) -> Iterator[Candidate]:
     for mode in schedule.MODES:
-        for balance in _balances(profile, m, n, mode, bandwidth):
+        for balance in _balances(profile, m, n, mode, way.bandwidth):
             cuts = list(pairwise(accumulate(balance, initial=0)))
-            stages = [profile.layers[a:b] for a, b in cuts]
-            memory = tuple(
-                _memory(stage, profile.entering(*cut), m, mode)
-                for stage, cut in zip(stages, cuts, strict=True)
-            )
-            costs = [_costs(stage, profile.overhead) for stage in stages]
-            links = [stage[-1].sent / bandwidth if bandwidth else 0.0 for stage in stages[:-1]]
+            stages = [profile.layers[mode][a:b] for a, b in cuts]
+            entering = [profile.entering(*cut) for cut in cuts]
+            memory = tuple(_memory(*each, m, mode) for each in zip(stages, entering, strict=True))
+            costs = [
+                _costs(stage, way.overhead(size + stage[-1].sent))
+                for stage, size in zip(stages, entering, strict=True)
+            ]
+            links = [*map(way.seconds, [profile.given, *(stage[-1].sent for stage in stages)])]
             yield Candidate(balance, m, mode, *_predict(costs, links, m, mode), memory)
 
 
@@ -259,7 +295,7 @@ def _balances(
     profile: _Profile, m: int, n: int, mode: str, bandwidth: float | None
 ) -> list[tuple[int, ...]]:
     """Distinct balances worth a look: the best by time, by memory and in between, an even one."""
-    layers = profile.layers
+    layers = profile.layers[mode]
     times = [x.forward * (1 + bool(schedule.checkpointed(m, mode))) + x.backward for x in layers]
     held = m if mode == "never" else 1
     sizes = [x.weights + held * x.saved for x in layers]
@@ -300,12 +336,13 @@ def _predict(
     """Seconds of a step, and the bubble.
 
     A link is a stage of its own on paper: it has one micro-batch at a time, and nothing to
-    recompute.
+    recompute. The first one comes from the driver, to which no gradient goes back, and the last
+    one leads to it.
     """
-    members: list[Costs] = []
-    for cost, link in zip(costs, [*links, 0.0], strict=True):
+    first, *others = links
+    members = [Costs(first, 0.0, 0.0)]
+    for cost, link in zip(costs, others, strict=True):
         members += [cost, Costs(link, link, 0.0)]
-    members = members[:-1] if any(links) else list(costs)
     makespan = schedule.ideal_time(m, len(members), members, mode)
     recomputed = len(schedule.checkpointed(m, mode))
     busy = sum(m * (cost.f + cost.b) + recomputed * cost.r for cost in costs)

@@ -32,6 +32,7 @@ __all__ = [
     "layer_times",
     "pass_times",
     "weight_bytes",
+    "whole_times",
 ]
 
 _WARM_UPS = 2  # the first run loads and tunes kernels, the second allocates what the rest reuse
@@ -237,6 +238,41 @@ def _sweep(module: nn.Sequential, sample: Any, devices: list[torch.device]) -> l
     return times
 
 
+def whole_times(
+    module: nn.Sequential, sample: Any, repeats: int, held: int = 1
+) -> tuple[float, float]:
+    """Seconds of the whole module's forward and backward pass.
+
+    Its layers one by one take longer, each with an engine to start, or less, where what a graph
+    holds is memory that was not in use.
+
+    Args:
+        held: graphs there are at once: so many forward passes, then as many backward passes.
+    """
+    devices = cuda_devices(_tensors_of(module, sample))
+    forward: list[float] = []
+    backward: list[float] = []
+    with preserved_rng(devices), _training(module):
+        for _ in range(1 + -(-repeats // held)):
+            outputs = []
+            for _ in range(held):
+                given = _on_tensors(_received, sample)
+                with use_store(SkipStore()):
+                    output, seconds = _timed(lambda given=given: module(given), devices)  # type: ignore[misc]
+                outputs.append(output)
+                forward.append(seconds)
+            del given, output
+            while outputs:
+                backward.append(_backward(_tensors(outputs.pop()), devices))
+    return median(forward[held:]), median(backward[held:])  # without the first, which warms up
+
+
+def _backward(tensors: list[Tensor], devices: list[torch.device]) -> float:
+    ends = [t for t in tensors if t.requires_grad]
+    grads = [torch.ones_like(t) for t in ends]
+    return _timed(lambda: torch.autograd.backward(ends, grads), devices)[1] if ends else 0.0
+
+
 def _run(layer: nn.Module, value: Any, skips: Skips, devices: list[torch.device]) -> _Run:
     popped = {key for part in layer.modules() for key in pop_keys(part)}
     stashed = {key for part in layer.modules() for key in stash_keys(part)} - popped
@@ -245,11 +281,7 @@ def _run(layer: nn.Module, value: Any, skips: Skips, devices: list[torch.device]
     with use_store(store):
         output, forward = _timed(lambda: layer(given), devices)
     made = {key: store.take(key) for key in stashed}
-    ends = [t for t in _tensors([output, made]) if t.requires_grad]
-    grads = [torch.ones_like(t) for t in ends]
-    backward = 0.0
-    if ends:
-        _, backward = _timed(lambda: torch.autograd.backward(ends, grads), devices)
+    backward = _backward(_tensors([output, made]), devices)
     return _Run(forward, backward, _on_tensors(_detached, output), _on_tensors(_detached, made))
 
 
