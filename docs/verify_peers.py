@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -90,6 +92,7 @@ def wanted_tied_gradient(x: Tensor) -> float:
 
 
 def of_torchgpipe() -> None:
+    import torchgpipe.pipeline
     from torchgpipe import GPipe
 
     def gpipe(*layers: nn.Module, chunks: int = 2) -> Any:
@@ -123,7 +126,15 @@ def of_torchgpipe() -> None:
         gpipe(ToDict(), FromDict())(torch.ones(4, 4))
         return "accepted"
 
+    def seeing() -> str:
+        words = re.compile("record|trace|timeline|gantt", re.IGNORECASE)
+        modules = [m for name, m in sys.modules.items() if name.startswith("torchgpipe")]
+        return (
+            f"names that sound like it: {[n for m in modules for n in dir(m) if words.search(n)]}"
+        )
+
     checks = {
+        "schedules": lambda: list(torchgpipe.pipeline.clock_cycles(3, 2)), "seeing": seeing,
         "loop": loop, "processes": processes, "uneven": micro_batches, "dict": values,
         "tied": lambda: gpipe(*tied())(torch.ones(4, 4)).shape, "names": names, "error": error,
         "any module": lambda: GPipe(Branches(), [1, 1], devices=["cpu", "cpu"]),
@@ -160,6 +171,23 @@ def traced(rank: int) -> str:
     return f"{cut.num_stages} stages"
 
 
+def seen(rank: int) -> list[str]:
+    """What a profiler is told of a step."""
+    with torch.profiler.profile() as profile:
+        run(rank, linears(), 4, 2)
+    return sorted({e.name for e in profile.events() if e.name.startswith(("Forward", "Backward"))})
+
+
+def drawn(rank: int) -> str:
+    from torch.distributed.pipelining._schedule_visualizer import (
+        get_schedule_ops,
+        visualize_schedule,
+    )
+
+    ops = get_schedule_ops("GPipe", pp_degree=2, num_microbatches=2, num_stages_per_rank=1)
+    return f"{callable(visualize_schedule)}, {len(ops)} ranks, the first: {ops[0]}"
+
+
 PIPELINING: dict[str, Callable[[int], Any]] = {
     "loop": lambda rank: type(run(rank, linears(), 4, 2)).__name__,
     "1F1B": lambda rank: type(run(rank, linears(), 4, 2, Schedule1F1B)).__name__,
@@ -168,6 +196,9 @@ PIPELINING: dict[str, Callable[[int], Any]] = {
     "dict": lambda rank: run(rank, [ToDict(), FromDict()], 4, 2),
     "tied": tie,
     "any module": traced,
+    "names": lambda rank: list(linears()[rank].state_dict()),
+    "seeing": seen,
+    "drawing": drawn,
     "error": lambda rank: run(rank, [nn.Linear(4, 4), Fails()], 4, 2),
 }
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpcpipe import checkpoint, folder, inside, local, randomness, state, transport, weights
+from rpcpipe import checkpoint, folder, inside, local, log, randomness, state, transport, weights
 from rpcpipe.optim import PipeOptimizer
 from rpcpipe.saving import OURS, VERSION, forget
 from rpcpipe.stage import Stage
@@ -42,7 +42,7 @@ def load(
     saved = Checkpoint(found)
     resuming = _Resuming(pipe, saved, found, objects)
     keys = {name: optimizer._key for name, optimizer in resuming.optimizers.items()}
-    with _Read(pipe) as read:
+    with log.lasting(f"loading {found}"), _Read(pipe) as read:
         read(_read_shard, found, keys)
         resuming.give_objects()
         read.commit({keys[name]: groups for name, groups in resuming.groups.items()})
@@ -175,7 +175,7 @@ class _Read:
 
 def _load_weights(pipe: Pipe[Any], path: Path) -> None:
     _require_fit(pipe, weights.shapes(path), str(path))
-    with _Read(pipe) as read:
+    with log.lasting(f"loading {path}"), _Read(pipe) as read:
         read(_read_weights, path)
         read.commit({})
     logger.info("loaded the weights of %s", path)

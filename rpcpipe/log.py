@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
-__all__ = ["be", "logger", "progress", "show"]
+__all__ = ["be", "lasting", "logger", "progress", "show"]
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ class _Sign(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         who, thread = _who, threading.current_thread().name
         if who and thread.startswith("stage "):  # a driver may share the process
-            who = f"{who.split(',')[0]}, {thread}"
+            who = f"{who.split(',')[0]}, {thread.removesuffix(' aside')}"
         record.__dict__["who"] = who
         if who:
             record.msg = f"{who}: {record.msg}"
@@ -59,3 +60,24 @@ def progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
             last = now
             logger.info("%s: %d of %d done in %.0f s", what, k, total, now - begin)
         yield item
+
+
+@contextmanager
+def lasting(what: str) -> Iterator[None]:
+    """Tell every few seconds that work is going on of which nothing more is known."""
+    if not logger.isEnabledFor(logging.INFO):
+        yield
+        return
+    over, begin = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(PERIOD):
+            logger.info("%s: %.0f s so far", what, time.monotonic() - begin)
+
+    thread = threading.Thread(target=tell, name=threading.current_thread().name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

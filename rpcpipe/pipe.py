@@ -216,12 +216,13 @@ class Pipe(nn.Module, Generic[Out]):
         self._connect(skips)
         firsts = itertools.accumulate(self.balance, initial=0)
         start = torch.initial_seed()
-        self._build(
-            [
-                Part(blob, first, start, seed, deferred, self.training)
-                for blob, first in zip(blobs, firsts, strict=False)
-            ]
-        )
+        with log.lasting("building the stages"):
+            self._build(
+                [
+                    Part(blob, first, start, seed, deferred, self.training)
+                    for blob, first in zip(blobs, firsts, strict=False)
+                ]
+            )
 
     @classmethod
     def from_module(

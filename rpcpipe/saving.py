@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpcpipe import folder, local, randomness, transport
+from rpcpipe import folder, local, log, randomness, transport
 from rpcpipe.errors import Failure
 from rpcpipe.optim import PipeOptimizer
 from rpcpipe.stage import Stage
@@ -105,7 +105,8 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            self._write()
+            with log.lasting(f"saving {self._draft.final}"):
+                self._write()
         except BaseException as exc:
             self._error = exc
             self._draft.discard()
@@ -212,7 +213,11 @@ def _plan(
 
 def _write(stage: Stage, key: str, plan: SavePlan) -> list[WriteResult]:
     shard: Shard = stage.extras.pop(key)
-    return shard.write(plan)
+    begin = time.monotonic()
+    results = shard.write(plan)
+    size, seconds = sum(r.size_in_bytes for r in results) / 1e6, time.monotonic() - begin
+    logger.info("wrote its part of a checkpoint: %.1f MB in %.2f s", size, seconds)
+    return results
 
 
 def _random_state(stage: Stage) -> dict[str, Any]:

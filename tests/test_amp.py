@@ -61,7 +61,8 @@ def test_grad_scaler_skips_the_step_of_all_stages_on_an_infinite_gradient(world:
 def test_unscaled_gradients_can_be_clipped_and_are_unscaled_once(world: World) -> None:
     plain = mlp()
     pipe = rpcpipe.Pipe(mlp(), world, balance=[2, 4])
-    opts = pipe.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    sgd = {"lr": 0.1, "fused": True}  # which scales by itself where a scaler knows it
+    opts = pipe.optimizer(torch.optim.SGD, **sgd), torch.optim.SGD(plain.parameters(), **sgd)
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
     x = torch.rand(4, 4)
     for m, opt, scaler in zip((pipe, plain), opts, scalers, strict=True):

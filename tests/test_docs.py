@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 
 
 def blocks(page: Path, info: str) -> list[str]:
@@ -35,10 +36,12 @@ def test_the_blocks_of_a_page_run_as_one_script(page: Path, tmp_path: Path) -> N
 
 
 def test_the_pages_that_should_have_scripts_have() -> None:
-    assert {"quickstart", "guide", "migrating"} <= {page.stem for page in PAGES if is_script(page)}
+    assert {"quickstart", "guide", "migrating", "training"} <= {
+        page.stem for page in PAGES if is_script(page)
+    }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, *FRONT], ids=lambda page: page.stem)
 def test_other_blocks_are_python_and_links_lead_somewhere(page: Path) -> None:
     for code in [*blocks(page, "python peer"), *blocks(page, "python fragment")]:
         ast.parse(code)
@@ -47,6 +50,53 @@ def test_other_blocks_are_python_and_links_lead_somewhere(page: Path) -> None:
         assert target.startswith("https://") or (page.parent / target).exists(), target
     for test in re.findall(r"`(test_\w+\.py)", text):
         assert (ROOT / "tests" / test).exists(), test
+    for anchor in re.findall(r"\]\(#([^)]+)\)", text):
+        assert anchor in anchors(text), anchor
+
+
+def anchors(text: str) -> set[str]:
+    """Of its headings, as code hosts make them."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+BUILT = """
+from torch import nn
+
+def build_model():
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+
+loader = [(torch.randn(8, 4), torch.randint(4, (8,))) for _ in range(3)]
+"""
+
+
+def test_the_script_of_the_readme_runs(tmp_path: Path) -> None:
+    (script,) = blocks(ROOT / "README.md", "python")
+    head, train = script.split("\n\n\n", 1)
+    (tmp_path / "train.py").write_text(head + BUILT + train)
+    done = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b""), "and is quiet"
+
+
+def test_every_cell_of_the_comparison_says_how_it_was_verified() -> None:
+    """Ours by a test that exists, each peer's by checks of verify_peers.py."""
+    text = (DOCS / "comparison.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    checks = (DOCS / "verify_peers.py").read_text()
+    assert len(rows) >= 10
+    for aspect, ours, *theirs in rows:
+        if aspect == "":
+            continue
+        found = re.findall(r"`(test_\w+\.py)(?:::(\w+))?`", ours)
+        assert found, aspect
+        for file, test in found:
+            assert f"def {test}" in (ROOT / "tests" / file).read_text(), (file, test)
+        for cell in theirs:
+            named = re.findall(r"\[([\w ]+)\]", cell)
+            assert named, (aspect, cell)
+            assert all(f'"{name}": ' in checks for name in named), cell
 
 
 def source() -> str:

@@ -15,6 +15,7 @@ from toys import all_grads, check_equal, grads
 import rpcpipe
 from rpcpipe import Pipe, World
 from rpcpipe.cut import cut
+from rpcpipe.schedule import MODES
 
 three = pytest.mark.parametrize("world", [3], indirect=True)
 
@@ -64,7 +65,9 @@ def test_gpt2_of_hugging_face(world: World) -> None:
         return out.logits.pow(2).sum() / 100
 
     parts = [{"input_ids": part} for part in ids.split([3, 2, 2])]
-    check_training(pipe, plain, {"input_ids": ids}, loss, parts)
+    for mode in MODES:
+        pipe.checkpoint = mode
+        check_training(pipe, plain, {"input_ids": ids}, loss, parts)
     pipe.eval()
     plain.eval()
     (found,) = pipe.predict([{"input_ids": ids[:5]}])
@@ -85,9 +88,11 @@ def test_vit_of_hugging_face(world: World) -> None:
     pipe = Pipe.from_module(plain, world, images, split=blocks[1:], chunks=2)
 
     def loss(out: Any) -> Tensor:
-        return out.logits.pow(2).sum()
+        return out.logits.pow(2).sum() / 100
 
-    check_training(pipe, plain, images, loss, list(images.split([3, 2])))
+    for mode in MODES:
+        pipe.checkpoint = mode
+        check_training(pipe, plain, images, loss, list(images.split([3, 2])))
 
 
 class BasicBlock(nn.Module):
@@ -132,7 +137,7 @@ class ResNet(nn.Module):
 
 
 @three
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("checkpoint", MODES)
 def test_resnet_counts_each_micro_batch_once(world: World, checkpoint: str) -> None:
     torch.manual_seed(0)
     plain = ResNet()

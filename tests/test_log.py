@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,10 @@ import rpcpipe
 
 def train(world):
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    rpcpipe.Pipe(module, world, sample=torch.ones(2, 4))
+    pipe = rpcpipe.Pipe(module, world, sample=torch.ones(2, 4))
+    if len(sys.argv) > 2:
+        pipe.save(sys.argv[2])
+        pipe.load(sys.argv[2])
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
@@ -41,7 +46,7 @@ def output(tmp_path: Path, *command: str, stages: int = 2) -> list[str]:
 
 
 def test_the_level_of_the_driver_holds_in_the_stages(tmp_path: Path) -> None:
-    lines = output(tmp_path, sys.executable, "SCRIPT", "INFO")
+    lines = output(tmp_path, sys.executable, "SCRIPT", "INFO", str(tmp_path / "saved"))
     first = next(line for line in lines if "rank 0, driver: " in line)
     assert f"pipe 0: driver {socket.gethostname()}:0, stage 0 " in first
     assert "rpcpipe: rank 0, driver: timed 2 layers, 7 times each" in lines
@@ -49,6 +54,12 @@ def test_the_level_of_the_driver_holds_in_the_stages(tmp_path: Path) -> None:
     for j in range(2):
         told = f"[stage {j}] INFO rpcpipe: rank {j + 1}, stage {j}: built 1 layers on cpu in "
         assert any(line.startswith(told) for line in lines), lines
+        told = (
+            f"[stage {j}] INFO rpcpipe: rank {j + 1}, stage {j}: wrote its part of a checkpoint: "
+        )
+        assert any(line.startswith(told) for line in lines), lines
+    for done in ("saved", "loaded"):
+        assert any(f"rpcpipe: rank 0, driver: {done} {tmp_path}" in line for line in lines), lines
 
 
 def test_under_a_launcher_a_driver_that_shares_a_process_is_told_from_its_stage(
@@ -69,3 +80,19 @@ def test_long_work_is_told_of_now_and_then(
         monkeypatch.setattr(log, "PERIOD", 0.0)
         list(log.progress("abc", 3, "spelling"))
     assert "spelling: 1 of 3 done in 0 s" in caplog.text
+
+
+def test_work_of_which_nothing_is_known_is_told_to_go_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "PERIOD", 0.01)
+    threads = threading.active_count()
+    with log.lasting("sleeping"):  # nobody asked to be told
+        assert threading.active_count() == threads
+    with caplog.at_level(logging.INFO, "rpcpipe"):
+        deadline = time.monotonic() + 10
+        with log.lasting("digging"):
+            while "digging: 0 s so far" not in caplog.text:
+                assert time.monotonic() < deadline
+        assert threading.active_count() == threads
+    assert "sleeping" not in caplog.text

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from toys import await_equal, check_equal, mlp
 
 import rpcpipe
@@ -115,6 +117,62 @@ def test_groups_by_name_are_those_of_a_plain_optimizer(world: World) -> None:
     train(plain, wanted)
     check_equal(pipe.state_dict(), plain.state_dict())
     assert opt.state_dict()["param_groups"] == wanted.state_dict()["param_groups"]
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "StepLR": lambda opt: lr_scheduler.StepLR(opt, 2),
+    "MultiStepLR": lambda opt: lr_scheduler.MultiStepLR(opt, [1, 3]),
+    "ExponentialLR": lambda opt: lr_scheduler.ExponentialLR(opt, 0.8),
+    "LinearLR": lambda opt: lr_scheduler.LinearLR(opt, total_iters=3),
+    "ConstantLR": lambda opt: lr_scheduler.ConstantLR(opt, total_iters=2),
+    "PolynomialLR": lambda opt: lr_scheduler.PolynomialLR(opt, 4, 2.0),
+    "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, [lambda k: 1 / (1 + k)] * 2),
+    "MultiplicativeLR": lambda opt: lr_scheduler.MultiplicativeLR(opt, lambda k: 0.9),
+    "CosineAnnealingLR": lambda opt: lr_scheduler.CosineAnnealingLR(opt, 3),
+    "Restarts": lambda opt: lr_scheduler.CosineAnnealingWarmRestarts(opt, 2),
+    "CyclicLR": lambda opt: lr_scheduler.CyclicLR(opt, 0.01, 0.1, step_size_up=2),
+    "OneCycleLR": lambda opt: lr_scheduler.OneCycleLR(opt, [0.2, 0.1], total_steps=5),
+    "ReduceLROnPlateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0),
+    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
+        opt,
+        [lr_scheduler.LinearLR(opt, total_iters=2), lr_scheduler.ExponentialLR(opt, 0.5)],
+        [2],
+    ),
+    "ChainedScheduler": lambda opt: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(opt, 0.1, 2), lr_scheduler.ExponentialLR(opt, 0.9)]
+    ),
+    "SWALR": lambda opt: torch.optim.swa_utils.SWALR(opt, [0.05, 0.01], anneal_epochs=2),
+}
+
+
+@three
+def test_every_scheduler_of_torch_does_to_a_pipe_what_it_does_to_a_plain_model(
+    world: World,
+) -> None:
+    plain = mlp()
+    pipe = rpcpipe.Pipe(mlp(), world, balance=[2, 2, 2])
+    start = pipe.state_dict()
+    sgd = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    for name, schedule in SCHEDULERS.items():
+        for model in (pipe, plain):
+            model.load_state_dict(start)
+        opts = (
+            pipe.optimizer(torch.optim.SGD, groups=no_decay, **sgd),
+            torch.optim.SGD(plain_groups(plain), **sgd),
+        )
+        schedules = [*map(schedule, opts)]
+        rates = set()
+        for _ in range(4):
+            train(pipe, opts[0], 1)
+            train(plain, opts[1], 1)
+            for each in schedules:
+                each.step(*[1.0] * (name == "ReduceLROnPlateau"))
+            for ours, theirs in zip(*(opt.param_groups for opt in opts), strict=True):
+                assert (ours["lr"], ours["momentum"]) == (theirs["lr"], theirs["momentum"]), name
+            rates.add(opts[0].param_groups[0]["lr"])
+        assert len(rates) > 1, f"{name} changes nothing"
+        check_equal(pipe.state_dict(), plain.state_dict())
+        assert schedules[0].state_dict().keys() == schedules[1].state_dict().keys()
 
 
 @three
