@@ -8,7 +8,7 @@ FAULTS ?= 100
 READY := .venv/.ready
 BIN := .venv/bin
 
-EXPERIMENTS := $(addprefix experiment-,speed memory accuracy ablation prediction plan)
+EXPERIMENTS := $(addprefix experiment-,speed memory accuracy ablation prediction plan recording)
 
 .PHONY: help setup demo test test-faults test-gpu soak bench bench-gpu reference check format wheel clean $(EXPERIMENTS)
 
@@ -49,6 +49,7 @@ experiment-accuracy: ## the same ResNet with and without a pipe, over three seed
 experiment-ablation: ## each component switched off alone
 experiment-prediction: ## how busy predict keeps the slowest stage
 experiment-plan: ## predicted step time and memory beside the measured
+experiment-recording: ## what a step takes more when it is recorded
 $(EXPERIMENTS): $(READY)
 	$(BIN)/python -m benchmarks.$(@:experiment-%=%) $(ARGS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,14 +20,14 @@ def measure(world: rpcpipe.World, quick: bool) -> list[Table]:
     table = Table(
         f"{count} mini-batches of {ROWS} rows through {world.stages} emulated stages; the last but "
         f"one takes {seconds:g} s for each, the others three quarters of that",
-        ["Micro-batches", "One by one", "predict"],
+        ["Micro-batches", "One by one", "predict", "Throughput of predict"],
     )
     for m in chunks:
         pipe = rpcpipe.Pipe(_model(world.stages, seconds), world, balance=[1] * world.stages)
         pipe.chunks = m
         batches = [torch.ones(ROWS, WIDTH)] * count
         shares = (_busy(pipe, way, batches) for way in (_one_by_one, _predict))
-        table.add(m, *(f"{share:.1%}" for share in shares))
+        table.add(m, *(f"{share:.1%}" for share in [*shares, _rate(pipe, batches) * seconds]))
     return [table]
 
 
@@ -62,6 +63,12 @@ def _busy(
     works = [sum(event.end - event.start for event in events) for events in timeline.events]
     slowest = timeline.events[works.index(max(works))]
     return max(works) / (slowest[-1].end - slowest[0].start)
+
+
+def _rate(pipe: rpcpipe.Pipe, batches: Sequence[Tensor]) -> float:
+    """Results a second, from the first one to the last."""
+    times = [time.perf_counter() for _ in pipe.predict(batches)]
+    return (len(times) - 1) / (times[-1] - times[0])
 
 
 def main(argv: Sequence[str] | None = None) -> list[Table]:

@@ -406,12 +406,12 @@ class Pipe(nn.Module, Generic[Out]):
         self,
         inputs: Any,
         targets: Any,
-        loss_fn: Callable[..., tuple[Tensor, Any]],
+        loss_fn: Callable[..., tuple[Tensor, T]],
         *,
         reduction: str | None = None,
         weight: Callable[[Any], Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
-    ) -> tuple[Tensor, Any]: ...
+    ) -> tuple[Tensor, T]: ...
 
     def loss(
         self,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,6 +45,32 @@ def train(world: rpcpipe.World, steps: int) -> float:
     assert_type(pipe.apply_to_stage(0, count), int)
     assert_type(pipe.named_parameters_info(), list[ParameterInfo])
     return loss.item()
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
+
+
+def with_hits(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(output, target), output.argmax(1) == target
+
+
+def more(world: rpcpipe.World, model: nn.Module, x: Tensor, y: Tensor, folder: Path) -> None:
+    pipe: rpcpipe.Pipe[Tensor] = rpcpipe.Pipe.from_module(model, world, x)
+    assert_type(world.replica, int)
+    assert_type(world.replicas, int)
+    assert_type(world.is_driver, bool)
+    assert_type(pipe.loss(x, y, cross_entropy), Tensor)
+    loss, hits = pipe.loss(x, y, with_hits)
+    assert_type((loss, hits), tuple[Tensor, Tensor])
+    opt = pipe.optimizer(torch.optim.SGD, groups=lambda name: {"lr": 0.1}, lr=0.2)
+    assert_type(opt.step(max_norm=1.0), Tensor | None)
+    assert_type(pipe.state_dict(), dict[str, Any])
+    assert_type(pipe.save(folder, optimizer=opt), Path | None)
+    assert_type(rpcpipe.latest(folder), Path | None)
+    assert_type(len(pipe), int)
+    with pipe.no_sync():
+        pipe.zero_grad()
 
 
 def two_outputs(world: rpcpipe.World, model: nn.Sequential) -> None:
