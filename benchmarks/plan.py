@@ -144,12 +144,20 @@ def pipe_of(world: rpcpipe.World, case: Case, c: rpcpipe.Candidate) -> rpcpipe.P
 
 def times(world: rpcpipe.World, quick: bool) -> list[Table]:
     columns = ["Model", "Balance", "m", "Checkpoint", "Predicted", "Measured", "Ratio"]
+    columns += ["Bubble, predicted", "Bubble, measured"]
     here = machine(world, 3 if quick else 9)
     table = Table(f"Step time; the ratio is measured / predicted, with {here}", columns)
     for name, case, c in plans(world, here, quick):
-        variants = {"": step(pipe_of(world, case, c), case[1])}
-        (seconds,) = medians(variants, 2 if quick else 7).values()
+        pipe = pipe_of(world, case, c)
+        run = step(pipe, case[1])
+        for _ in range(3):  # until the allocator of each stage has seen its sizes
+            run()
+        (seconds,) = medians({"": run}, 2 if quick else 9).values()
+        with pipe.record() as timeline:
+            for _ in range(1 if quick else 5):
+                run()
         row = [f"{1e3 * c.seconds:.1f} ms", f"{1e3 * seconds:.1f} ms", f"{seconds / c.seconds:.2f}"]
+        row += [f"{c.bubble:.0%}", f"{timeline.bubble:.0%}"]
         table.add(name, list(c.balance), c.chunks, c.checkpoint, *row)
     return [table]
 
