@@ -79,7 +79,7 @@ class Machine(NamedTuple):
     """What stages need beside their layers here, in seconds and bytes; as plan() takes it."""
 
     latency: float
-    bandwidth: float
+    bandwidth: float | None  # not noticed beside the latency
     fixed: float
     byte: float
 
@@ -87,10 +87,9 @@ class Machine(NamedTuple):
         return self.fixed + self.byte * size
 
     def __str__(self) -> str:
-        return (
-            f"latency {1e3 * self.latency:.2f} ms, bandwidth {self.bandwidth / 1e9:.2f} GB/s, "
-            f"overhead {1e3 * self.fixed:.2f} ms and {1e3 * MIB * self.byte:.2f} ms a MiB"
-        )
+        overhead = f"overhead {1e3 * self.fixed:.2f} ms and {1e3 * MIB * self.byte:.2f} ms a MiB"
+        bandwidth = f", bandwidth {self.bandwidth / 1e9:.2f} GB/s" if self.bandwidth else ""
+        return f"{overhead}, latency {1e3 * self.latency:.2f} ms{bandwidth}"
 
 
 SMALL, LARGE = 1 << 10, 1 << 20  # bytes of a micro-batch
@@ -117,7 +116,7 @@ def machine(world: rpcpipe.World, rounds: int = 7) -> Machine:
         links.append(max(1e-9, seconds[0] - (FEW + n - 1) * pace) / (2 * n + 1))
     return Machine(
         links[0],
-        (LARGE - SMALL) / max(1e-9, links[1] - links[0]),
+        (LARGE - SMALL) / (links[1] - links[0]) if links[1] > links[0] else None,
         overheads[0],
         max(0.0, overheads[1] - overheads[0]) / (2 * (LARGE - SMALL)),
     )
@@ -167,7 +166,7 @@ def memories(world: rpcpipe.World, quick: bool) -> list[Table]:
         "The most any stage holds in parameters, gradients and activations, in MiB",
         ["Model", "Balance", "m", "Checkpoint", "Predicted", "Measured", "Ratio"],
     )
-    for name, case, c in plans(world, Machine(0.0, 1e12, 0.0, 0.0), quick):
+    for name, case, c in plans(world, Machine(0.0, None, 0.0, 0.0), quick):
         if name.startswith("emulated"):
             continue  # of some bytes
         pipe = pipe_of(world, case, c)

@@ -162,7 +162,8 @@ def plan(
     rows = microbatch.check(sample)
     counts = _counts(chunks, rows, stages)
     _check_positive(memory=memory, bandwidth=bandwidth, repeats=repeats, threads=threads)
-    beside = overhead if callable(overhead) else lambda _: overhead
+    beside = overhead if callable(overhead) else _constant(overhead)
+    _check_not_negative(latency=latency, overhead=beside(0.0))
     held = [t for t in [*model.parameters(), *model.buffers()] if t.is_meta]
     if held or any(isinstance(t, Tensor) and t.is_meta for t in pytree.tree_leaves(sample)):
         raise ValueError("plan() times the layers: put model and sample on a device, not on meta")
@@ -371,6 +372,16 @@ def _check_positive(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name}= is positive, got {value}")
+
+
+def _check_not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name}= is a number of seconds, not negative, got {value}")
+
+
+def _constant(seconds: float) -> Callable[[float], float]:
+    return lambda size: seconds
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from benchmarks.emulated import chain
 from benchmarks.harness import medians, step
 from rpcpipe import BalanceError, Candidate, Plan, World, schedule
 from rpcpipe.memory import MIB
-from rpcpipe.plan import _Layer, _memory, _predict, _Way
+from rpcpipe.plan import _in_a_row, _Layer, _memory, _predict, _Way
 from rpcpipe.schedule import Costs
 
 two = pytest.mark.parametrize("world", [2], indirect=True)
@@ -70,6 +70,42 @@ def test_memory_is_of_weights_inputs_and_what_each_mode_keeps() -> None:
     assert _memory(stage, 7, 4, "never") == 1500 + 4 * 7 + 4 * (150 - 7) + 2 * 20
     for mode in ("except_last", "always"):
         assert _memory(stage, 7, 4, mode) == 1500 + 4 * 7 + 150 - 7 + 2 * 20
+
+
+class Large(nn.Module):
+    """Has no memory left behind another layer of the same graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.grad_fn is not None and x.grad_fn.name() != "CloneBackward0":
+            raise torch.OutOfMemoryError
+        return x * 2
+
+
+def test_times_of_layers_are_scaled_to_those_of_the_whole_model() -> None:
+    model, x = chain(4, 4, 8, 0.04), torch.ones(8, 4)
+    layers = [_Layer(0.1, 0.4, 0, 0, 0, 0), _Layer(0.3, 0.4, 0, 0, 0, 0)]
+    first, second = _in_a_row(layers, model, x, repeats=1, graphs=2)
+    assert first.forward + second.forward == pytest.approx(0.04, rel=0.3)
+    assert first.backward + second.backward == pytest.approx(0.08, rel=0.3)
+    assert second.forward == pytest.approx(3 * first.forward)
+    model = nn.Sequential(nn.Linear(4, 4), Large())
+    assert _in_a_row(layers, model, x, repeats=1, graphs=2) == layers
+
+
+def test_overhead_may_be_told_by_the_bytes_that_a_task_is_given_and_sends() -> None:
+    sizes: list[float] = []
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+    def overhead(size: float) -> float:
+        sizes.append(size)
+        return 1.0
+
+    found = rpcpipe.plan(model, torch.ones(4, 4), 2, chunks=[2], repeats=1, overhead=overhead)
+    rows = 2
+    assert set(sizes) == {0, 4 * rows * (4 + 8), 4 * rows * (8 + 2)}
+    # Three turns of forward and backward, with nothing worth mentioning beside the overhead.
+    never = next(c for c in found.candidates if c.checkpoint == "never")
+    assert never.seconds == pytest.approx(6, rel=0.05)
 
 
 # ------------------------------------------------------------------------------------ choice
@@ -128,6 +164,8 @@ def test_the_table_marks_the_best_and_what_is_too_large() -> None:
         ({"chunks": [64]}, ValueError, "plan\\(\\) takes a whole mini-batch"),
         ({"memory": 0}, ValueError, "memory= is positive, got 0"),
         ({"bandwidth": -1.0}, ValueError, "bandwidth= is positive"),
+        ({"latency": -1.0}, ValueError, "latency= is a number of seconds, not negative, got -1.0"),
+        ({"overhead": lambda size: -size - 1}, ValueError, "overhead= is a number of seconds"),
     ],
 )
 def test_bad_argument_is_refused(options: dict, error: type[Exception], message: str) -> None:
