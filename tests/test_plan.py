@@ -186,13 +186,13 @@ def test_step_time_is_as_predicted(world: World) -> None:
     # Layers that sleep, since others may use the cores. On an idle machine the ratio is within
     # 0.1 of 1 (benchmarks/plan.py); messages take longer on a busy one, and nothing is faster.
     x = torch.ones(16, 4)
-    model = chain(6, 4, len(x), 0.3)
+    model = chain(6, 4, len(x), 0.15)
     found = rpcpipe.plan(model, x, 2, chunks=[4], repeats=1)
     assert found.best.balance == (3, 3)
     ratios = []
     for mode in ("never", "always"):
         c = next(c for c in found.candidates if c.checkpoint == mode and c.balance == (3, 3))
-        pipe = rpcpipe.Pipe(chain(6, 4, len(x), 0.3), world, **Plan(c, [c], None).options)
+        pipe = rpcpipe.Pipe(chain(6, 4, len(x), 0.15), world, **Plan(c, [c], None).options)
         (seconds,) = medians({"": step(pipe, x)}, 3).values()
         ratios.append(seconds / c.seconds)
     assert all(0.85 < ratio < 1.6 for ratio in ratios), ratios
