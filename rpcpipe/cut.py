@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from rpcpipe import balance, microbatch
+from rpcpipe import balance, log, microbatch
 from rpcpipe.segment import Code, Entry, Held, Pass, Plan, Segment, numbered
 from rpcpipe.skip.namespace import Namespace
 from rpcpipe.skip.skippable import Skips
@@ -46,9 +47,15 @@ def cut(model: nn.Module, sample: Any, n: int, split: Sequence[str] | None = Non
     """
     inputs = _named(model, sample)
     _check(model, sample, split, n)
-    traces = {training: _trace(model, inputs, training) for training in (True, False)}
-    if split is None:
-        split = _even(traces[False], inputs, n)
+    begin = time.monotonic()
+    with log.lasting(f"tracing {type(model).__name__}"):
+        traces = {training: _trace(model, inputs, training) for training in (True, False)}
+        if split is None:
+            split = _even(traces[False], inputs, n)
+    log.logger.info(
+        "traced %s in %.1f s; stages begin with %s",
+        type(model).__name__, time.monotonic() - begin, list(split),
+    )  # fmt: skip
     divisions = {mode: _Division(trace, split) for mode, trace in traces.items()}
     tensors = _Tensors(model, divisions)
     namespace = Namespace()

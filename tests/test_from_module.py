@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -285,6 +287,14 @@ def test_what_cannot_be_cut_says_what_to_do() -> None:
         cut(far(), FAR, 9)
     with pytest.raises(TypeError, match="sample="):
         cut(far(), (FAR[0],), 2)
+
+
+def test_tracing_is_told_of_with_the_cut_that_was_found(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "rpcpipe"):
+        cut(far(), FAR, 2)
+    found = [r.getMessage() for r in caplog.records if r.name == "rpcpipe"]
+    assert len(found) == 1
+    assert re.search(r"traced Far in \d+\.\d s; stages begin with \['[\w.]+'\]", found[0])
 
 
 def test_model_is_left_as_it_was() -> None:

@@ -252,8 +252,9 @@ def whole_times(
     devices = cuda_devices(_tensors_of(module, sample))
     forward: list[float] = []
     backward: list[float] = []
+    rounds = range(1 + -(-repeats // held))
     with preserved_rng(devices), _training(module):
-        for _ in range(1 + -(-repeats // held)):
+        for _ in log.progress(rounds, len(rounds), "timing the whole model"):
             outputs = []
             for _ in range(held):
                 given = _on_tensors(_received, sample)
