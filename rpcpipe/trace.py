@@ -39,10 +39,9 @@ def trace(
 ) -> Entry:
     """The trace; its process 1 is the driver, process ``2 + j`` is stage ``j``.
 
-    As Perfetto reads it: numbers of processes and threads begin at 1, since 0 is the idle task's; a
-    thread's number is its process's, since a name is given to a thread by its number alone. Times
-    are whole nanoseconds, which it truncates to. Events are in the order of time, and a task comes
-    before the arrows in it.
+    For a reader that goes by the letter: numbers of processes and threads begin at 1, since 0 is
+    the idle task's; a thread's number is its process's, and so no two are equal; times are whole
+    nanoseconds; events are in the order of time, and a task comes before the arrows in it.
     """
     times = [event.start for stage in events for event in stage]
     zero = min([*times, *(moment.start for moment in moments)])

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from perfetto_rules import read_as_perfetto_does
 from torch import nn
 from toys import mlp
+from trace_rules import read_strictly
 
 import rpcpipe
 from benchmarks.emulated import Emulated
-from rpcpipe import World, advice, clock, recorder, schedule
+from rpcpipe import World, advice, clock, recorder, schedule, trace
 from rpcpipe.advice import Measured
 from rpcpipe.clock import Clock, Reading, Seen
-from rpcpipe.recorder import Recorder
+from rpcpipe.recorder import Event, Recorder
 from rpcpipe.schedule import Costs, Task
 from rpcpipe.timeline import Timeline
 
@@ -117,7 +117,7 @@ def test_trace_has_a_row_for_each_process_and_an_arrow_for_each_hop(
         *(((3, f"B{i}", s), (2, f"B{i}", s)) for i in range(M) for s in (1, 2)),
     }
     assert all(starts[k]["ts"] <= ends[k]["ts"] for k in starts)
-    assert read_as_perfetto_does(entries) == sorted(hops)
+    assert read_strictly(entries) == sorted(hops)
 
 
 def name_at(slices: list[dict[str, Any]], arrow: dict[str, Any]) -> tuple[int, str, int]:
@@ -127,6 +127,16 @@ def name_at(slices: list[dict[str, Any]], arrow: dict[str, Any]) -> tuple[int, s
         if e["pid"] == arrow["pid"] and e["ts"] <= arrow["ts"] <= e["ts"] + e["dur"]
     ]  # fmt: skip
     return found["pid"], found["name"], found["args"]["step"]
+
+
+def test_arrows_stay_within_tasks_shorter_than_a_microsecond() -> None:
+    third = 1e-7 / 3  # starts and ends are no whole nanoseconds
+    events = [
+        [Event(0, Task("F", i), (7 * i + 1) * third, (7 * i + 3) * third) for i in range(5)],
+        [Event(0, Task("F", i), (7 * i + 4) * third, (7 * i + 6) * third) for i in range(5)],
+    ]
+    entries = trace.trace(events, [], ["here", "here"], "here")["traceEvents"]
+    assert read_strictly(entries) == [((2, f"F{i}", 0), (3, f"F{i}", 0)) for i in range(5)]
 
 
 @two

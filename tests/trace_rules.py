@@ -1,17 +1,17 @@
-"""Perfetto's rules for a trace in JSON, since its own importer is a program to be downloaded."""
+"""The rules of a trace in JSON, read strictly; docs/verify_perfetto.py asks Perfetto itself."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def read_as_perfetto_does(entries: list[dict[str, Any]]) -> list[Any]:
-    """The arrows that are left, by the rules of its importer of this format.
+def read_strictly(entries: list[dict[str, Any]]) -> list[Any]:
+    """The arrows that are left where events are taken one by one.
 
-    Events are taken in the order of time; times are truncated to whole nanoseconds; on a thread
-    there is a stack of open slices, and one may not end after the one around it; an arrow starts
-    and ends in the innermost open slice, and is dropped where there is none; 0 is the process and
-    the thread that idle, and a name is given to a thread by its number alone.
+    In the order of time, which is truncated to whole nanoseconds; on a thread there is a stack of
+    open slices, and one may not end after the one around it; an arrow starts and ends in the
+    innermost open slice, and is dropped where there is none; 0 is the process and the thread that
+    idle, and a name is given to a thread by its number alone.
     """
     for e in entries:
         assert all(isinstance(e[key], int) and e[key] > 0 for key in ("pid", "tid"))
