@@ -48,7 +48,7 @@ def test_text_has_a_row_a_stage_the_bubble_and_what_would_be_better(world: World
     assert "median of 2 such steps" in lines[0]
     assert lines[1].startswith("stage 0 | F0")
     assert all(str(task) in lines[1] for task in schedule.gpipe(M, 2, "except_last")[0])
-    assert lines[2].startswith("stage 1 | ")
+    assert lines[2].startswith("stage 1 |")  # its tasks may be too short to be drawn
     assert lines[3].startswith("bubble ")
     assert "at best" in lines[3]
     assert "slowest: stage 0, +" in text
