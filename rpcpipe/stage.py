@@ -596,7 +596,7 @@ class Stage:
         fail earlier in the schedule. The driver raises when it is over. Nothing is raised inside
         of the engine: distributed autograd does not survive that well, see `test_bugs`.
         """
-        with suppress(StageLost):
+        with suppress(StageLost, transport.WorldOver):  # then the driver has left, for its reason
             transport.wait(self._driver.call("report", run.order.step, failure), "the driver")
         run.give_up()
 

@@ -31,6 +31,7 @@ from rpcpipe.stacks import Waits
 __all__ = [
     "Remote",
     "Tape",
+    "WorldOver",
     "abandon",
     "chosen",
     "completed",
@@ -84,6 +85,10 @@ _dismissed = threading.Event()
 _remotes: weakref.WeakSet[Remote] = weakref.WeakSet()
 _tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 _chores: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+
+
+class WorldOver(RuntimeError):
+    """What is called belongs to a world this process has left."""
 
 
 class _Loss:
@@ -377,10 +382,10 @@ class Remote:
 
         A method that returns a ``Future`` is answered when that completes.
         """
-        if _loss.error is not None:  # the reason why it is over, where both are true
-            raise _loss.error
         if not self._key:
-            raise RuntimeError(_OVER)
+            raise WorldOver(_OVER)
+        if _loss.error is not None:
+            raise _loss.error
         answer: Future[Any] = rpc.rpc_async(self._owner, _dispatch, args=(self._key, method, args))
         return answer
 
