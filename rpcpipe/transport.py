@@ -476,33 +476,31 @@ def wait(future: Future[Any], what: str, unless: Future[None] | None = None) -> 
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     if unless is not None:
-        unless.add_done_callback(lambda other: done.set() if _failed(other) else None)
+        unless.add_done_callback(lambda other: done.set() if _error_of(other) else None)
     _wait(done, what)
     if unless is not None and not future.done():
-        _raise_torn(unless, what)
+        raise _reason(unless, what)
     try:
         return future.value()
     except RuntimeError as exc:
         raise _explain(exc, what) from exc
 
 
-def _failed(future: Future[None]) -> bool:
-    try:
-        future.value()
-    except RuntimeError:
-        return True
-    return False
-
-
-def _raise_torn(future: Future[None], what: str) -> NoReturn:
-    """Raise what failed inside of torch, or what it failed for: often a torn connection."""
+def _error_of(future: Future[None]) -> RuntimeError | None:
     try:
         future.value()
     except RuntimeError as exc:
-        if (error := lost(within=EXPLAINED)) is not None:
-            raise error.during(what) from exc
-        raise
-    raise AssertionError("it has not failed")
+        return exc
+    return None
+
+
+def _reason(failed: Future[None], what: str) -> Exception:
+    """What failed inside of torch, or what it failed for: often a torn connection."""
+    if (error := lost(within=EXPLAINED)) is not None:
+        return error.during(what)
+    exc = _error_of(failed)
+    assert exc is not None
+    return exc
 
 
 def value_of(answer: Future[Any], what: str) -> Any:
