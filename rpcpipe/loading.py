@@ -99,23 +99,25 @@ class _Resuming:
             optimizer.set_options(self.groups[name])
         if self._ours is None:
             return
-        pipe, world = self._pipe, self._pipe._world
+        pipe, replica = self._pipe, self._pipe._world.replica
         pipe._set_count(self._ours["count"])
-        same = self._ours["balance"] == pipe.balance and world.replica == 0
+        randoms = [self._ours, *self._ours.get("others", [])]  # by replica
+        own = randoms[replica] if replica < len(randoms) else None
+        if own is not None:
+            randomness.restore(own["driver"])
+        same = own is not None and self._ours["balance"] == pipe.balance
         if not same and pipe._seed is None:
             logger.warning(
-                "the checkpoint was saved with balance %s: what layers draw goes on from another "
-                "random state; it would not differ with Pipe(..., seed=)",
+                "the checkpoint was saved with balance %s and %d replicas: what layers draw goes "
+                "on from another random state; it would not differ with Pipe(..., seed=)",
                 self._ours["balance"],
+                len(randoms),
             )
         for j, stage in enumerate(pipe._stages):
-            numbers = (self._ours["count"], 2, world.replica, j)
+            numbers = (self._ours["count"], 2, replica, j)
             seed = checkpoint.derive(self._ours["initial_seed"], *numbers)
-            random_state = self._ours["stages"][j] if same else seed
-            answer = stage.call("perform", _set_random_state, random_state)
+            answer = stage.call("perform", _set_random_state, own["stages"][j] if same else seed)
             transport.value_of(answer, f"stage {j} to set its random state")
-        if world.replica == 0:
-            randomness.restore(self._ours["driver"])
 
 
 def _is_whole(saved: Checkpoint, name: str) -> bool:

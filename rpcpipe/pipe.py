@@ -693,7 +693,8 @@ class Pipe(nn.Module, Generic[Out]):
 
         Each stage writes its own part at once. What comes of it is one checkpoint of
         ``torch.distributed.checkpoint`` under the unpartitioned module's names. It holds the
-        random states of all processes and the number of mini-batches too.
+        random states of all processes and the number of mini-batches too. With several replicas,
+        all drivers call this: the first one saves, with the random states of the others.
 
         Args:
             path: directory of the checkpoints, which all hosts share; or a file ``*.safetensors``
@@ -716,8 +717,8 @@ class Pipe(nn.Module, Generic[Out]):
             OSError: the driver cannot write.
             StageError: a stage cannot, or does not see the directory.
         """
-        self._finish_saving()
         if str(path).endswith(weights.SUFFIX):
+            self._finish_saving()
             if values or keep is not None:
                 raise ValueError(f"a {weights.SUFFIX} file has weights alone, and there is one")
             state = self.state_dict()  # in all replicas, over which it may be spread

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rpcpipe import groups, transport
+from rpcpipe import groups, log, transport
 from rpcpipe.averaging import Averaging, Reduced, averaging_of
 from rpcpipe.stage import Stage
 from rpcpipe.world import World
@@ -19,7 +21,9 @@ from rpcpipe.world import World
 if TYPE_CHECKING:
     from rpcpipe.pipe import Pipe
 
-__all__ = ["Plan", "Replicas", "average"]
+__all__ = ["Plan", "Replicas", "average", "gather"]
+
+PATIENCE = 10.0  # seconds to wait for the other drivers without a word
 
 WrapStage = Callable[[nn.Module, World, int], nn.Module]
 
@@ -244,6 +248,41 @@ def average(value: Any, replicas: int) -> Any:
     _all_reduce(total, group)
     total.div_(replicas)
     return total.item() if number else total.to(tensor.device)
+
+
+def gather(data: bytes, replicas: int, what: str) -> list[bytes]:
+    """What each driver has given, by replica; called by all of them.
+
+    Args:
+        what: they are to do; told if they do not for some time.
+    """
+    group = groups.current().drivers
+    assert group is not None
+    given = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    with _telling_after(PATIENCE, f"this driver waits for those of the other replicas to {what}"):
+        sizes = _all_gather(torch.tensor([len(data)]), replicas, group)
+        longest = int(max(sizes))
+        padded = torch.nn.functional.pad(given, (0, longest - len(data)))
+        found = _all_gather(padded, replicas, group)
+    return [bytes(t[: int(n)].numpy().tobytes()) for t, n in zip(found, sizes, strict=True)]
+
+
+@contextmanager
+def _telling_after(seconds: float, what: str) -> Iterator[None]:
+    timer = threading.Timer(seconds, log.logger.warning, [what])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _all_gather(tensor: Tensor, replicas: int, group: dist.ProcessGroup) -> list[Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(replicas)]
+    work: Any = dist.all_gather(found, tensor, group=group, async_op=True)
+    transport.wait(work.get_future(), "the drivers of the other replicas")
+    return found
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> None:

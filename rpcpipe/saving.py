@@ -6,6 +6,7 @@ driver's.
 
 from __future__ import annotations
 
+import io
 import logging
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpcpipe import folder, local, log, randomness, transport
+from rpcpipe import folder, local, log, randomness, replicas, transport
 from rpcpipe.errors import Failure
 from rpcpipe.optim import PipeOptimizer
 from rpcpipe.stage import Stage
@@ -48,11 +49,14 @@ def save(
     _check_names(values)
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep= is a whole number of at least 1, got {keep!r}")
+    randoms = _random_states(pipe)
     if pipe._world.replica:
         return None  # its weights are those of replica 0
+    # Not before: an error of the last saving, which one replica has, would leave others waiting.
+    pipe._finish_saving()
     draft = folder.begin(directory)
     try:
-        saving = Saving(pipe, draft, keep, values, copy=not block)
+        saving = Saving(pipe, draft, keep, values, randoms, copy=not block)
     except BaseException:
         draft.discard()
         raise
@@ -81,6 +85,7 @@ class Saving:
         draft: folder.Draft,
         keep: int | None,
         values: Mapping[str, Any],
+        randoms: list[dict[str, Any]],
         copy: bool,
     ) -> None:
         from rpcpipe.shards import Shard
@@ -91,7 +96,7 @@ class Saving:
         self._key = f"saving {uuid.uuid4().hex}"
         optimizers = {name: v for name, v in values.items() if isinstance(v, PipeOptimizer)}
         keys = {name: optimizer._key for name, optimizer in optimizers.items()}
-        self._own = Shard(draft.path, _options(optimizers), _of_driver(pipe, values))
+        self._own = Shard(draft.path, _options(optimizers), _of_driver(pipe, values, randoms))
         try:
             plans = pipe._everywhere("plan a checkpoint", _plan, self._key, draft, keys, copy)
             self._plans, self._metadata = self._own.put_together([*plans, self._own.plan()])
@@ -168,7 +173,9 @@ def _options(optimizers: Mapping[str, PipeOptimizer]) -> dict[str, Any]:
     }
 
 
-def _of_driver(pipe: Pipe[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _of_driver(
+    pipe: Pipe[Any], values: Mapping[str, Any], randoms: list[dict[str, Any]]
+) -> dict[str, Any]:
     found = {
         name: _give(value) for name, value in values.items() if not isinstance(value, PipeOptimizer)
     }
@@ -180,10 +187,25 @@ def _of_driver(pipe: Pipe[Any], values: Mapping[str, Any]) -> dict[str, Any]:
             "balance": list(pipe.balance),
             "classes": {n: v.name for n, v in values.items() if isinstance(v, PipeOptimizer)},
             "initial_seed": torch.initial_seed(),
-            "driver": randomness.capture(),
-            "stages": pipe._everywhere("give its random state", _random_state),
+            **randoms[0],
+            "others": randoms[1:],
         },
     }
+
+
+def _random_states(pipe: Pipe[Any]) -> list[dict[str, Any]]:
+    """Those of every process, by replica; called by all drivers."""
+    own = {
+        "driver": randomness.capture(),
+        "stages": pipe._everywhere("give its random state", _random_state),
+    }
+    if pipe._world.replicas == 1:
+        return [own]
+    from rpcpipe.shards import dump
+
+    sent = dump("the random state of a replica", own).getvalue()
+    found = replicas.gather(sent, pipe._world.replicas, "call pipe.save, as all of them do")
+    return [torch.load(io.BytesIO(data), weights_only=True) for data in found]
 
 
 def _give(value: Any) -> Any:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
+import random
 import re
 import subprocess
 import sys
@@ -20,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.nn.functional as F
 from team import Ending, Team, await_true
+from test_saving import empty_the_disk, fill_the_disk
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from toys import all_grads, await_equal, check_equal, grads, mlp
 
 import rpcpipe
+from rpcpipe import replicas
 from rpcpipe.microbatch import sizes
 from rpcpipe.skip import pop, skippable, stash
 
@@ -460,6 +465,140 @@ def test_one_replica_saves_the_weights_of_all(team: Team, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [path]
     assert_same(first, dict(mlp().state_dict()))
     assert_same(first, second)
+
+
+def with_dropout() -> nn.Sequential:
+    return nn.Sequential(*mlp()[:3], nn.Dropout(0.5), *mlp()[3:5], nn.Dropout(0.5), mlp()[5])
+
+
+def drawing(pipe: rpcpipe.Pipe, opt: Any, replica: int) -> list[Any]:
+    """Two steps; what was drawn from all there is to draw from, and the weights after them."""
+    drawn: list[Any] = []
+    for step in range(2):
+        x = data(replica, step)
+        loss_of(pipe(x)).backward()
+        opt.step()
+        opt.zero_grad()
+        drawn += [random.random(), float(torch.rand(())), pipe.apply_to_stage(1, draw)]
+    with torch.no_grad():
+        drawn.append(pipe(data(replica)))  # a mask of this replica alone, averaged with no other
+    return [drawn, pipe.state_dict()]
+
+
+def draw(module: nn.Module) -> float:
+    return random.random()
+
+
+def save_and_go_on(world: rpcpipe.World, folder: Path) -> list[list[Any]]:
+    """What was drawn after a checkpoint, and once more after it was loaded."""
+    random.seed(world.replica)
+    torch.manual_seed(world.replica)
+    first = make(world, with_dropout)
+    opt = first.optimizer(torch.optim.AdamW, lr=0.1)
+    before = drawing(first, opt, world.replica)
+    first.save(folder, optimizer=opt)
+    after = drawing(first, opt, world.replica)
+    torch.manual_seed(7)
+    second = make(world, with_dropout)
+    opt = second.optimizer(torch.optim.AdamW)
+    drawing(second, opt, world.replica)
+    second.load(folder, optimizer=opt)
+    return [before, after, drawing(second, opt, world.replica)]
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+def test_every_replica_goes_on_with_its_own_random_numbers(
+    team: Team, world: rpcpipe.World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The states of all but the first replica were derived from a seed when they were loaded."""
+    found = team.do(save_and_go_on, tmp_path)
+    for before, after, again in found:
+        assert after[0][:-1] == again[0][:-1]
+        assert torch.equal(after[0][-1], again[0][-1])
+        assert all(torch.equal(after[1][name], value) for name, value in again[1].items())
+        assert after[0][0] != before[0][0]
+    first, second = (after[0] for _, after, _ in found)
+    assert first[0] != second[0], "each draws from its own"
+    alone = make(world, with_dropout)  # with fewer replicas
+    opt = alone.optimizer(torch.optim.AdamW)
+    alone.load(tmp_path, optimizer=opt)
+    assert "another random state" not in caplog.text
+    assert first[:2] == drawing(alone, opt, 0)[0][:2]
+    alone.save(tmp_path, optimizer=opt)
+    (_, log0), (state, log1) = team.do(load_from_one, tmp_path)  # with more
+    assert log0 == ""
+    assert "with balance [4, 4] and 1 replicas: what layers draw goes on from another" in log1
+    assert_same(state, alone.state_dict())
+
+
+def load_from_one(world: rpcpipe.World, folder: Path) -> tuple[dict[str, Tensor], str]:
+    with Warnings() as lines:
+        pipe = make(world, with_dropout)
+        pipe.load(folder, optimizer=pipe.optimizer(torch.optim.AdamW))
+    return pipe.state_dict(), "".join(lines)
+
+
+class Warnings(logging.Handler):
+    """What rpcpipe warns of in this process, while it is entered."""
+
+    def __init__(self, signal: Path | None = None) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        self._signal = signal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+        if self._signal is not None:
+            self._signal.touch()
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("rpcpipe").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("rpcpipe").removeHandler(self)
+
+
+def save_when_told(world: rpcpipe.World, folder: Path) -> list[str]:
+    """The second replica saves when the first one has said that it waits for that."""
+    pipe = make(world, mlp)
+    replicas.PATIENCE = 0.1
+    told = folder / "told"
+    if world.replica == 1:
+        await_true(told.exists, 30.0)
+    with Warnings(told) as lines:
+        pipe.save(folder / "kept")
+    return lines
+
+
+def test_a_driver_that_waits_for_the_others_to_save_says_so(team: Team, tmp_path: Path) -> None:
+    (line,), others = team.do(save_when_told, tmp_path)
+    assert "waits for those of the other replicas to call pipe.save" in line
+    assert others == []
+    assert os.listdir(tmp_path / "kept") == ["checkpoint-000001"]
+
+
+def save_after_a_failure(world: rpcpipe.World, folder: Path) -> tuple[str, Path | None]:
+    pipe, said = make(world, mlp), ""
+    if world.replica == 0:
+        pipe.apply_to_stage(1, fill_the_disk)
+    pipe.save(folder, block=False)
+    try:
+        pipe.save(folder)
+    except rpcpipe.StageError as exc:
+        said = exc.message
+        pipe.apply_to_stage(1, empty_the_disk)
+    loss_of(pipe(data(world.replica))).backward()
+    return said, pipe.save(folder)
+
+
+def test_a_replica_does_not_wait_for_one_whose_last_saving_has_failed(
+    team: Team, tmp_path: Path
+) -> None:
+    first, second = team.do(save_after_a_failure, tmp_path)
+    assert "File too large" in first[0]
+    assert first[1] == tmp_path / "checkpoint-000001"
+    assert second == ("", None)
 
 
 def type_of(module: nn.Module) -> tuple[str, int]:
