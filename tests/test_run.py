@@ -73,6 +73,10 @@ class Lab:
         except psutil.Error:
             return False
 
+    def left(self) -> list[Path]:
+        """Temporary files; torch's own cache stays for the next process."""
+        return [path for path in self.tmp.iterdir() if not path.name.startswith("torchinductor_")]
+
     def close(self) -> None:
         for process in self._started:
             process.kill()
@@ -112,8 +116,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
         await_true(lambda: not lab.processes(), 10.0)
     finally:
         lab.close()
-    left = [path for path in lab.tmp.iterdir() if not path.name.startswith("torchinductor_")]
-    assert not left, "temporary files were left"  # torch's own cache stays for the next process
+    assert not lab.left(), "temporary files were left"
 
 
 # -------------------------------------------------------------------------------- clean runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -71,3 +72,11 @@ def held(module: nn.Module) -> dict[str, int]:
 def held_everywhere(pipe: rpcpipe.Pipe) -> list[dict[str, int]]:
     n = len(pipe.balance)
     return [transport.debug_info(), *(pipe.apply_to_stage(j, held) for j in range(n))]
+
+
+def digest(pipe: rpcpipe.Pipe) -> str:
+    """Of all weights and buffers, bit for bit."""
+    found = hashlib.sha256()
+    for name, value in pipe.state_dict().items():
+        found.update(name.encode() + value.numpy().tobytes())
+    return found.hexdigest()
