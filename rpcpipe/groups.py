@@ -14,7 +14,7 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from rpcpipe.world import Layout
 
-__all__ = ["current", "find", "joined", "of_stage", "ranks_of_stage"]
+__all__ = ["current", "find", "joined", "leave_early", "of_stage", "ranks_of_stage"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def joined(layout: Layout, rank: int, store: dist.Store) -> Iterator[None]:
         if rank == 0:  # the store may be in this process, and others still need it
             _await_all_left(store, layout.world_size)
     except BaseException:
-        _leave_early(store)
+        leave_early(store)
         raise
     finally:
         groups, _current = _current, None
@@ -112,7 +112,8 @@ def _await_all_left(store: dist.Store, count: int) -> None:
         time.sleep(0.05)
 
 
-def _leave_early(store: dist.Store) -> None:
+def leave_early(store: dist.Store) -> None:
+    """Let the process that waits for all to leave know that one does not, or is gone."""
     with suppress(RuntimeError):  # and so has whoever held the store
         store.set("someone left early", "")
 

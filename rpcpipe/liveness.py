@@ -73,11 +73,14 @@ class Care:
         limits: of silence and of waits.
         last_words: of a stage that is lost; added to the message.
         folder: of temporary files, which the watcher removes if this process cannot.
+        on_late_loss: called, on another thread, when a process is lost after this one has taken
+            leave; it is not concerned, unless it still waits for all to leave.
     """
 
     limits: Limits = field(default_factory=Limits)
     last_words: Callable[[int], str] = lambda _: ""
     folder: str | None = None
+    on_late_loss: Callable[[], None] = lambda: None
 
 
 @contextmanager
@@ -210,6 +213,8 @@ class Line:
         for message in self._messages():
             if message["kind"] == "lost" and not self._closing:
                 self._lose(message["who"], message["how"])
+            elif message["kind"] == "lost":
+                self._care.on_late_loss()
             elif message["kind"] == "dump":
                 self._print_stacks(message["why"])
                 self._send("dumped")

@@ -165,7 +165,8 @@ def _run_launched(
                 store.set("job", uuid.uuid4().hex)
             own_store = dist.PrefixStore("groups", store)
             stack.enter_context(groups.joined(layout, process.rank, own_store))
-            world = stack.enter_context(_joined(layout, process, store, Care(limits)))
+            care = Care(limits, on_late_loss=functools.partial(groups.leave_early, own_store))
+            world = stack.enter_context(_joined(layout, process, store, care))
         result = None if world is None else fn(world, *args)
     _await_all_left(launched, store)
     return result
