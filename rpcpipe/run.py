@@ -537,6 +537,7 @@ def _joined(
         try:
             saving.finish_all()
         finally:
+            line.leaving()
             before_leaving()
             transport.dismiss([worker_name(job, r) for r in ours if r != rank])
             transport.leave(meet)

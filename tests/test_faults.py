@@ -486,7 +486,7 @@ def test_a_stage_that_is_held_goes_on(lab: Lab, hold: Holding, heartbeat: str) -
     assert process.stdout is not None
     stage = int(process.stdout.readline())
     with hold(stage):
-        time.sleep(2.5)
+        time.sleep(1.5)
     (lab.folder / "over").touch()
     ended = Ended(process)
     assert (ended.code, ended.out, ended.err) == (0, "torch.Size([2, 1])\n", "")
