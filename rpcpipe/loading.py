@@ -116,7 +116,8 @@ class _Resuming:
         for j, stage in enumerate(pipe._stages):
             numbers = (self._ours["count"], 2, replica, j)
             seed = checkpoint.derive(self._ours["initial_seed"], *numbers)
-            answer = stage.call("perform", _set_random_state, own["stages"][j] if same else seed)
+            random_state = own["stages"][j] if own is not None and same else seed
+            answer = stage.call("perform", _set_random_state, random_state)
             transport.value_of(answer, f"stage {j} to set its random state")
 
 
