@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from rpcpipe import network
+
 if TYPE_CHECKING:
     from rpcpipe.world import Layout
 
@@ -63,7 +65,7 @@ def joined(layout: Layout, rank: int, store: dist.Store) -> Iterator[None]:
     _current = _make(layout, rank, store)
     try:
         yield
-        store.add("left", 1)
+        network.sign(store, "left")
         if rank == 0:  # the store may be in this process, and others still need it
             _await_all_left(store, layout.world_size)
     except BaseException:

@@ -104,7 +104,6 @@ class Line:
         self._layout, self._process, self._care = layout, process, care
         self._name = _roles(layout, process.rank)
         self._leads = layout.is_driver(process.rank)
-        self._leaving = False
         self._closing = False
         self._left = threading.Event()
         self._watcher: subprocess.Popen[bytes] | None = None
@@ -155,10 +154,6 @@ class Line:
         if self._process.rank == 0:
             others = [_who(self._layout, p) for p in processes.values() if p.rank != 0]
             self._send("joined", others=others)
-
-    def leaving(self) -> None:
-        """All is done here but the farewell: from now on a loss may end this process, too."""
-        self._leaving = True
 
     def bye(self) -> None:
         """This process leaves in order; it is not lost when it ends."""
@@ -246,12 +241,8 @@ class Line:
         transport.declare_lost(error)
         if not self._leads:
             self._end(str(error))
-        if self._left.wait(BREAK_OFF):
-            return
-        transport.abandon()
-        # Only a store on a host that is cut off keeps it then, from whose answer nothing wakes it.
-        if self._leaving and not self._left.wait(GRACE):
-            self._exit(str(error))
+        if not self._left.wait(BREAK_OFF):
+            transport.abandon()
 
     def _end(self, why: str) -> NoReturn:
         """End this process, which can do nothing more.
@@ -259,9 +250,6 @@ class Line:
         Only after a while: what happened first is to be seen first, also by a launcher.
         """
         time.sleep(GRACE)
-        self._exit(why)
-
-    def _exit(self, why: str) -> NoReturn:
         sys.stderr.write(f"rpcpipe: {self._name} ends: {why}\n")
         sys.stderr.flush()
         os._exit(1)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import psutil
 import torch.distributed as dist
 
-__all__ = ["connect", "interface_towards", "is_own", "resolve", "serve", "using"]
+__all__ = ["connect", "interface_towards", "is_own", "resolve", "serve", "sign", "using"]
+
+ANSWER = 3.0  # seconds for the store to answer one that has nothing more to ask it
 
 INTERFACE_VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -46,6 +49,24 @@ def connect(host: str, port: int, timeout: float) -> dist.TCPStore:
 def _store(host: str, port: int, timeout: float, **how: Any) -> dist.TCPStore:
     limit = timedelta(seconds=timeout)
     return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **how)
+
+
+def sign(store: dist.Store, key: str) -> int:
+    """Count this process, which is about to leave, under a key; returns the number so far.
+
+    The host of the store may be cut off by now, and nothing ends a request that is not answered:
+    then nobody counts, and this returns 0 after `ANSWER` seconds.
+    """
+    counted: list[int] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # it has gone
+            counted.append(store.add(key, 1))
+
+    asking = threading.Thread(target=ask, name="rpcpipe farewell", daemon=True)
+    asking.start()
+    asking.join(ANSWER)
+    return counted[0] if counted else 0
 
 
 def resolve(host: str) -> str:

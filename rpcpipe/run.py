@@ -213,7 +213,7 @@ def _launchers_store() -> dist.Store:
 
 def _await_all_left(launched: Launched, store: dist.Store) -> None:
     """Whoever holds the store goes last."""
-    left, deadline = store.add("left", 1), time.monotonic() + LEAVE_TIMEOUT
+    left, deadline = network.sign(store, "left"), time.monotonic() + LEAVE_TIMEOUT
     if launched.rank == 0 and not launched.served:
         while left < launched.world_size and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -537,7 +537,6 @@ def _joined(
         try:
             saving.finish_all()
         finally:
-            line.leaving()
             before_leaving()
             transport.dismiss([worker_name(job, r) for r in ours if r != rank])
             transport.leave(meet)
