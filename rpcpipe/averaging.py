@@ -20,6 +20,7 @@ step, whatever happens in it, and no replica waits for another for ever.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -87,6 +88,7 @@ class Reduced(Averaging):
             )
         ddp.require_backward_grad_sync = False
         ddp.require_forward_param_sync = False
+        _outlive(ddp.process_group, (ddp.reducer, ddp.logger))
         self._ddp = ddp
         self._parameters = [
             p for p in ddp._module_parameters if p.requires_grad and p is not leave_out
@@ -249,7 +251,17 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _nothing() -> None:
+def _outlive(group: dist.ProcessGroup, others: Iterable[Any]) -> None:
+    """Hold the group for longer than any of them, which hold it too.
+
+    Whoever lets it go last waits for what is under way in it, whose thread may need the
+    interpreter's lock then. A `ProcessGroup` gives that up before; torch's reducer (2.13) does not.
+    """
+    for other in others:
+        weakref.finalize(other, _nothing, group).atexit = False
+
+
+def _nothing(*_: Any) -> None:
     pass
 
 

@@ -65,8 +65,8 @@ def joined(layout: Layout, rank: int, store: dist.Store) -> Iterator[None]:
     _current = _make(layout, rank, store)
     try:
         yield
-        network.sign(store, "left")
-        if rank == 0:  # the store may be in this process, and others still need it
+        reached = network.sign(store, "left")
+        if rank == 0 and reached:  # it may be in this process, and others still need it
             _await_all_left(store, layout.world_size)
     except BaseException:
         leave_early(store)

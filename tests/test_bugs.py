@@ -415,3 +415,43 @@ def test_a_process_that_was_lost_is_named_also_when_the_driver_has_left() -> Non
     stage._fail_backward(run, Failure("the average failed", "", "", b""))
     assert run.over
     assert run.depart(0) is None
+
+
+LETS_GO = """
+import datetime, threading
+import torch, torch.distributed as dist
+from torch import nn
+from rpcpipe.averaging import Reduced
+
+store = dist.HashStore()
+replicas = [None, None]
+
+
+def join(replica):
+    gloo = dist.ProcessGroupGloo(store, replica, 2, datetime.timedelta(seconds=2))
+    group = dist.ProcessGroup(store, replica, 2)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    replicas[replica] = Reduced.of(nn.Linear(1, 1), group)
+
+
+threads = [threading.Thread(target=join, args=(replica,)) for replica in (0, 1)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+torch._C._stash_obj_in_tls("what a thread of the group lets go", object())
+replicas[0]._ddp.process_group.allreduce([torch.zeros(1)])  # the other takes no part in it
+torch._C._stash_obj_in_tls("what a thread of the group lets go", object())
+del replicas[0]
+"""
+
+
+def test_an_average_that_is_broken_off_does_not_hold_the_interpreter() -> None:
+    """A replica was lost, and another's driver stood still instead of raising `StageLost`.
+
+    A stage was let go while its average was under way, and in it DDP's reducer, which was the last
+    to hold the process group. That waits for its threads, with the interpreter's lock, and one of
+    them needed the lock for what it had to let go. Now a reducer is never the last.
+    """
+    subprocess.run([sys.executable, "-c", LETS_GO], check=True, timeout=60)
