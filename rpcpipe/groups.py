@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -42,6 +45,7 @@ class Groups:
 
 
 _current: Groups | None = None  # a process is in one run at a time
+_somebody_left_early = threading.Event()
 
 
 @contextmanager
@@ -62,14 +66,17 @@ def joined(layout: Layout, rank: int, store: dist.Store) -> Iterator[None]:
     if layout.replicas == 1:
         yield
         return
+    _somebody_left_early.clear()
     _current = _make(layout, rank, store)
     try:
         yield
         reached = network.sign(store, "left")
         if rank == 0 and reached:  # it may be in this process, and others still need it
-            _await_all_left(store, layout.world_size)
+            all_left = functools.partial(_await_all_left, store, layout.world_size)
+            network.ask(all_left, _somebody_left_early.is_set)
     except BaseException:
         leave_early(store)
+        _never_end(_current)
         raise
     finally:
         groups, _current = _current, None
@@ -116,8 +123,19 @@ def _await_all_left(store: dist.Store, count: int) -> None:
 
 def leave_early(store: dist.Store) -> None:
     """Let the process that waits for all to leave know that one does not, or is gone."""
+    _somebody_left_early.set()  # should it be this one, whose store may be out of reach
     with suppress(RuntimeError):  # and so has whoever held the store
-        store.set("someone left early", "")
+        network.ask(lambda: store.set("someone left early", ""), network.soon())
+
+
+def _never_end(groups: Groups) -> None:
+    """Have nobody wait for what is under way in them, which may be for a host that is cut off.
+
+    A gloo group waits for that when the last reference goes: half an hour, and be it at the end of
+    the interpreter. So one reference stays.
+    """
+    for group in groups.own():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _destroy(groups: Groups | None) -> None:

@@ -6,15 +6,29 @@ import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch.distributed as dist
 
-__all__ = ["connect", "interface_towards", "is_own", "resolve", "serve", "sign", "using"]
+__all__ = [
+    "ask",
+    "connect",
+    "interface_towards",
+    "is_own",
+    "resolve",
+    "serve",
+    "sign",
+    "soon",
+    "using",
+]
+
+T = TypeVar("T")
 
 ANSWER = 3.0  # seconds for the store to answer one that has nothing more to ask it
 
@@ -51,22 +65,44 @@ def _store(host: str, port: int, timeout: float, **how: Any) -> dist.TCPStore:
     return dist.TCPStore(host, port, timeout=limit, wait_for_workers=False, **how)
 
 
+def ask(request: Callable[[], T], ended: Callable[[], bool]) -> T | None:
+    """What a store answers; ``None`` if it has not when ``ended`` becomes true.
+
+    The host of the store may be cut off, and nothing ends a request that is not answered. So it is
+    made on a thread, which is left alone then.
+
+    Raises:
+        Exception: what the request has raised.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(request())
+        except BaseException as exc:
+            answer.set_exception(exc)
+
+    threading.Thread(target=run, name="rpcpipe store", daemon=True).start()
+    while not ended():
+        if wait([answer], 0.05).done:
+            return answer.result()
+    return None
+
+
 def sign(store: dist.Store, key: str) -> int:
     """Count this process, which is about to leave, under a key; returns the number so far.
 
-    The host of the store may be cut off by now, and nothing ends a request that is not answered:
-    then nobody counts, and this returns 0 after `ANSWER` seconds.
+    It is 0 if the store has gone or does not answer within `ANSWER` seconds: then nobody counts.
     """
-    counted: list[int] = []
+    with suppress(RuntimeError):  # it has gone
+        return ask(lambda: store.add(key, 1), soon()) or 0
+    return 0
 
-    def ask() -> None:
-        with suppress(RuntimeError):  # it has gone
-            counted.append(store.add(key, 1))
 
-    asking = threading.Thread(target=ask, name="rpcpipe farewell", daemon=True)
-    asking.start()
-    asking.join(ANSWER)
-    return counted[0] if counted else 0
+def soon() -> Callable[[], bool]:
+    """Whether `ANSWER` seconds have passed since now."""
+    deadline = time.monotonic() + ANSWER
+    return lambda: time.monotonic() > deadline
 
 
 def resolve(host: str) -> str:

@@ -602,16 +602,23 @@ def _warm_up() -> None:
 
 def _meet(store: dist.Store, world_size: int, point: str) -> None:
     """Wait until all processes have come to this point, or one is lost."""
-    try:
+
+    def lost() -> bool:
+        return transport.lost() is not None
+
+    def come() -> bool:
         if store.add(f"{point}/count", 1) == world_size:
             store.set(f"{point}/all", "")
-        while not store.check([f"{point}/all"]):
-            if (error := transport.lost()) is not None:
-                raise error
+        while not (met := store.check([f"{point}/all"])) and not lost():
             time.sleep(0.005)
+        return met
+
+    try:
+        error = None if network.ask(come, lost) else transport.lost()
     except dist.DistError:  # whoever holds the store is gone
-        if (error := transport.lost(within=2.0)) is not None:
-            raise error from None
+        error = transport.lost(within=2.0)
+    if error is not None:
+        raise error
 
 
 # ------------------------------------------------------------------------------------- signals

@@ -53,11 +53,15 @@ def ports() -> list[int]:
     return sorted({end.laddr.port for end in ends if end.status == psutil.CONN_LISTEN})
 
 
+failing = threading.Lock()  # several threads may write a checkpoint
+
+
 def fail() -> None:
-    if failed():
-        return
-    note("ports", ports=ports())
-    note("failed")
+    with failing:
+        if failed():
+            return
+        note("ports", ports=ports())
+        note("failed")
     if PLAN["how"] == "cut":
         while transport.lost() is None:
             time.sleep(0.01)

@@ -455,3 +455,67 @@ def test_an_average_that_is_broken_off_does_not_hold_the_interpreter() -> None:
     them needed the lock for what it had to let go. Now a reducer is never the last.
     """
     subprocess.run([sys.executable, "-c", LETS_GO], check=True, timeout=60)
+
+
+SERVES = """
+from rpcpipe import network
+
+store = network.serve("127.0.0.1", 0, 30)
+print(store.port, flush=True)
+input()
+"""
+LEAVES = """
+import os, signal, sys, threading
+from rpcpipe import StageLost, groups, network, transport
+from rpcpipe.run import _meet
+
+pid, port = map(int, sys.argv[1:])
+store = network.connect("127.0.0.1", port, 30)
+os.kill(pid, signal.SIGSTOP)
+threading.Timer(0.2, transport.declare_lost, [StageLost("it is cut off")]).start()
+try:
+    _meet(store, 2, "everybody leaves")
+except StageLost as exc:
+    print(exc)
+print(network.sign(store, "left"))
+groups.leave_early(store)
+"""
+
+
+def test_nobody_waits_for_a_store_that_does_not_answer() -> None:
+    """A driver that was cut off from the first process while all left did not end.
+
+    It had heard that it was cut off, and asked the store of that host how many have come to the
+    point where all leave. torch's client waits for an answer for ever. Now what is asked when
+    leaving is asked on a thread, which is left behind.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            port = server.stdout.readline().strip()
+            command = [sys.executable, "-c", LEAVES, str(server.pid), port]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        finally:
+            server.kill()
+    assert (done.returncode, done.stdout) == (0, "it is cut off\n0\n"), done
+
+
+NEVER_ENDS = """
+from rpcpipe import groups
+
+group = replicas[0]._ddp.process_group
+replicas[0] = None
+groups._never_end(groups.Groups(None, {0: group}, None, None))
+del group
+"""
+
+
+def test_a_driver_ends_whatever_its_groups_wait_for() -> None:
+    """A driver that had raised `StageLost` hung at the end of the interpreter.
+
+    The host of another replica was cut off while it waited for that in an average. gloo goes on
+    waiting for half an hour, and so does whoever lets the last reference to the process group go.
+    """
+    waits = LETS_GO.replace("seconds=2", "hours=1").replace("del replicas[0]", NEVER_ENDS)
+    subprocess.run([sys.executable, "-c", waits], check=True, timeout=60)

@@ -142,8 +142,8 @@ class Case:
         noticed = [n for n in self.notes("noticed") if n["pid"] != failed["pid"]]
         assert len({n["pid"] for n in noticed}) >= least, noticed
         for note in noticed:  # nothing else is lost, not even one's own watcher at the end
-            assert f"the process of {self.fault.role} (pid" in note["text"], note
-            assert f"(pid {failed['pid']}, host {socket.gethostname()})" in note["text"]
+            who = f"{self.fault.role} (pid {failed['pid']}, host {socket.gethostname()})"
+            assert who in note["text"], note
         last = float(max(n["time"] for n in noticed) - (since or failed["time"]))
         assert last < self.fault.limit + SLACK, f"noticed after {last:.2f} s"
         TIMES[self.fault.how].append(last)
@@ -372,7 +372,7 @@ def check_all_have_learnt(case: Case, ended: list[Ended], since: float | None = 
 # ------------------------------------------------------------------------------- the network
 
 CUTS = [fail_at(None, "forward", "cut"), fail_at(1, "backward", "cut")]
-CUTS_OF_REPLICAS = [fail_at(0, "backward", "cut", replica=1)]
+CUTS_OF_REPLICAS = [fail_at(0, "optimizer", "cut", replica=1)]
 if FULL:
     CUTS = [fail_at(stage, phase, "cut") for stage in (None, 0, 1) for phase in PHASES]
     CUTS_OF_REPLICAS = [
