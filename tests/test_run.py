@@ -428,7 +428,11 @@ def start_computing(lab: Lab) -> tuple[subprocess.Popen[str], list[int]]:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_everything(lab: Lab, signum: signal.Signals) -> None:
-    process, _ = start_computing(lab)
+    before = signal.signal(signum, signal.SIG_DFL)  # under nohup it is ignored, and stays so
+    try:
+        process, _ = start_computing(lab)
+    finally:
+        signal.signal(signum, before)
     start = time.monotonic()
     process.send_signal(signum)
     ended = Ended(process)
