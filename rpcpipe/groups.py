@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from rpcpipe import network
+from rpcpipe import network, transport
 
 if TYPE_CHECKING:
     from rpcpipe.world import Layout
@@ -76,7 +76,8 @@ def joined(layout: Layout, rank: int, store: dist.Store) -> Iterator[None]:
             network.ask(all_left, _somebody_left_early.is_set)
     except BaseException:
         leave_early(store)
-        _never_end(_current)
+        if transport.lost() is not None:  # else connections end now, and others hear of that
+            _never_end(_current)
         raise
     finally:
         groups, _current = _current, None
