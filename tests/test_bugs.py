@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
+from hosts import RUN
 from test_errors import M, check_next_step, clean, fail, mark, trips, where
+from test_run import Lab, lab
 from torch import Tensor, nn
 from torch.futures import Future
 from toys import all_grads, check_equal, grads, mlp
@@ -26,6 +28,8 @@ from rpcpipe.stage import Order, Stage, _Run
 from rpcpipe.tied import Tie, Ties
 
 two = pytest.mark.parametrize("world", [2], indirect=True)
+
+__all__ = ["lab"]  # a fixture
 
 
 @two
@@ -519,3 +523,35 @@ def test_a_driver_ends_whatever_its_groups_wait_for() -> None:
     """
     waits = LETS_GO.replace("seconds=2", "hours=1").replace("del replicas[0]", NEVER_ENDS)
     subprocess.run([sys.executable, "-c", waits], check=True, timeout=60)
+
+
+LIVES_ON = """
+def train(world):
+    pipe = rpcpipe.Pipe(nn.Sequential(nn.Linear(4, 4)), world, balance=[1], chunks=2)
+    for step in range(3):
+        if world.replica == 1 and step == 1:
+            raise ValueError("mine")
+        pipe(torch.randn(4, 4)).sum().backward()
+
+
+if __name__ == "__main__":
+    try:
+        rpcpipe.run(train, stages=1, replicas=2)
+    except Exception as exc:
+        print(type(exc).__name__, flush=True)
+        while not os.path.exists("heard"):
+            if os.environ["RANK"] == "0":
+                open("heard", "w").close()
+            time.sleep(0.01)
+"""
+
+
+def test_a_replica_that_fails_and_lives_on_is_noticed(lab: Lab) -> None:
+    """A driver waited in an average for another that had left its run by an error.
+
+    Its process went on, and with it the connections by which others would have noticed: a reference
+    to its groups stayed, so that nobody waits for one whose host is cut off. Now one stays only
+    where a process is lost.
+    """
+    ended = lab.run(*RUN, "--stages=1", "--replicas=2", str(lab.script(LIVES_ON)))
+    assert sorted(ended.out.split()) == ["StageError", "ValueError"], ended
