@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,6 +53,8 @@ class Order:
     average: bool = True  # gradients over the replicas, in the last backward pass
     loss: Loss | None = None  # for the last stage, which then also takes targets
     recorded: bool = True  # if the stage is recording
+    # How many micro-batches come from the driver in a message, by the first of them.
+    groups: Mapping[Name, Mapping[int, int]] = field(default_factory=dict)
 
 
 class Partition(nn.Sequential):
@@ -220,6 +222,10 @@ class Stage:
         """What micro-batch ``i`` hands on under ``name``, as soon as it is computed."""
         return self._mailbox.take(step, i, name)
 
+    def take_several(self, step: int, first: int, end: int) -> Future[list[Any]]:
+        """What micro-batches hand on, see `Mailbox.take_several`."""
+        return self._mailbox.take_several(step, first, end)
+
     def begin(self, order: Order, brought: Sequence[Values] = ()) -> None:
         """Start on the program of a mini-batch, and ask for its inputs ahead of need.
 
@@ -231,18 +237,22 @@ class Stage:
             for name, value in values.items():
                 _settle(slots[name], value)
         self._jobs.put(lambda: self._advance(run))
-        for i in range(order.m):
-            self._ask(run, i, brought[i] if i < len(brought) else {})
+        self._ask(run)
 
     def _sources_for(self, order: Order) -> dict[Name, transport.Remote]:
         return self._sources if order.loss is None else {**self._sources, TARGETS: self._driver}
 
-    def _ask(self, run: _Run, i: int, there: Values) -> None:
-        """Ask for the inputs of a micro-batch, but for those that are there."""
-        for name, source in self._sources_for(run.order).items():
-            if name not in there:
-                answer = source.call("take", run.order.step, i, name)
-                answer.add_done_callback(_forward_to(run.received[i][name]))
+    def _ask(self, run: _Run) -> None:
+        """Ask for the inputs of all micro-batches, but for those that have come with the order."""
+        order = run.order
+        sources = self._sources_for(order)
+        for i in range(order.m):
+            for name, source in sources.items():
+                count = order.groups[name].get(i, 0) if name in order.groups else 1
+                if count:
+                    slots = [run.received[k][name] for k in range(i, i + count)]
+                    answer = source.call("take", order.step, i, name)
+                    answer.add_done_callback(_forward_to(slots))
 
     def announce(self, step: int) -> Future[None]:
         """The backward pass has begun: what can be done before a gradient arrives may be.
@@ -630,13 +640,15 @@ def _settle(slot: Slot[Any], value: Any) -> None:
         slot.set_result(value)
 
 
-def _forward_to(slot: Slot[Any]) -> Callable[[Future[Any]], None]:
+def _forward_to(slots: Sequence[Slot[Any]]) -> Callable[[Future[Any]], None]:
     def forward(answer: Future[Any]) -> None:
         try:
             value = answer.value()
         except RuntimeError as exc:  # answers bring failures: this is a torn connection
             value = Failure.capture(StageLost(str(exc)))
-        _settle(slot, value)
+        values = value if isinstance(value, list) else [value] * len(slots)
+        for slot, each in zip(slots, values, strict=True):
+            _settle(slot, each)
 
     return forward
 

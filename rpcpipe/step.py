@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from rpcpipe import boundary, microbatch, schedule, transport, trees
 from rpcpipe.errors import Failure, StageLost, StageTimeout
 from rpcpipe.loss import TARGETS
-from rpcpipe.mailbox import Mailbox, Parcel
+from rpcpipe.mailbox import WORTH, Mailbox, Name, Parcel, size
 from rpcpipe.stage import Order, Values
 from rpcpipe.timeline import shown
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rpcpipe.replicas import Replicas
 
 __all__ = ["Port", "Step"]
+
+Groups = dict[Name, dict[int, int]]
 
 _SMALL = 2**16  # bytes of micro-batches that go along with the order, if there are more than one
 
@@ -161,42 +163,78 @@ class Step:
         """
         number = self.order.step
         self._port.steps[number] = self
-        brought = self._lay_out()
+        brought, inputs, targets = self._lay_out()
         orders = [replace(self.order, program=program, loss=None) for program in self._programs]
-        orders[-1] = replace(orders[-1], loss=self.order.loss)
+        orders[0] = replace(orders[0], groups=inputs)
+        orders[-1] = replace(
+            orders[-1], groups={**orders[-1].groups, **targets}, loss=self.order.loss
+        )
         begun = [self._stages[0].call("begin", orders[0], brought)]
         begun += [
             stage.call("begin", order)
             for stage, order in zip(self._stages[1:], orders[1:], strict=True)
         ]
-        answers = [self._stages[-1].call("take", number, i, None) for i in range(self.order.m)]
+        last = self.order.m - 1
+        answers = [self._take(0)] if last else []
+        answers.append(self._stages[-1].call("take", number, last, None))
         for j, answer in enumerate(begun):
             failure = transport.wait(answer, f"stage {j} to begin step {number}")
             if isinstance(failure, Failure):
                 return [transport.completed(failure.at(j, None, "begin"))]
         return answers
 
-    def _lay_out(self) -> list[Values]:
-        """Leave the micro-batches where stages ask for them; return the first, which go along.
+    def _take(self, first: int) -> Future[Any]:
+        """Ask for the outputs before the last, which are worth no message of their own each."""
+        return self._stages[-1].call("take_several", self.order.step, first, self.order.m - 1)
 
-        At least one does, so that the first stage can start at once, and small ones, which cost
-        more to ask for than to send.
+    def _lay_out(self) -> tuple[list[Values], Groups, Groups]:
+        """Leave the micro-batches where stages ask for them, in groups worth a message each.
+
+        Returns the first, which go along with the order, and the groups of inputs and of targets.
+        At least one goes along, so that the first stage can start at once, and small ones, which
+        cost more to ask for than to send.
         """
         batches, self._batches = self._batches, []
-        size, brought = 0, list[Values]()
+        total, brought = 0, list[Values]()
         for i, values in enumerate(batches):
-            size += sum(t.nbytes for t in trees.tensors(values[None]))
-            if i == 0 or size <= _SMALL:
-                brought.append({None: values.pop(None)})
-            for name, value in values.items():
-                self._port.put(self.order.step, i, name, value)
-        return brought
+            total += size(values[None])
+            if i and total > _SMALL:
+                break
+            brought.append({None: values[None]})
+        inputs, targets = (
+            {name: self._put_in_groups(name, first, batches) for name in names}
+            for names, first in (((None,), len(brought)), (batches[0].keys() - {None}, 0))
+        )
+        return brought, inputs, targets
+
+    def _put_in_groups(self, name: Name, first: int, batches: list[Values]) -> dict[int, int]:
+        """Returns how many micro-batches there are in a group, by the first of them."""
+        counts: dict[int, int] = {}
+        while first < len(batches):
+            group = [batches[first][name]]
+            for values in batches[first + 1 :]:
+                if size(group) >= WORTH:
+                    break
+                group.append(values[name])
+            self._port.put(self.order.step, first, name, group)
+            counts[first] = len(group)
+            first += len(group)
+        return counts
 
     def _receive(self, answers: list[Future[Any]]) -> list[Any]:
-        return [
-            transport.wait(answer, f"micro-batch {i} of step {self.order.step}")
-            for i, answer in enumerate(answers)
-        ]
+        """What the last stage hands on for each micro-batch, or the `Failure` that is there."""
+        *several, last = answers
+        parcels = list[Any]()
+        while several:
+            k = len(parcels)
+            found = transport.wait(several.pop(), f"micro-batch {k} of step {self.order.step}")
+            if isinstance(found, Failure):
+                return [found]
+            parcels += found
+            if len(parcels) < self.order.m - 1:
+                several.append(self._take(len(parcels)))
+        what = f"micro-batch {len(parcels)} of step {self.order.step}"
+        return [*parcels, transport.wait(last, what)]
 
     # ------------------------------------------------------------------------------ backward
 
