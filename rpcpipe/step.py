@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Port", "Step"]
 
-Groups = dict[Name, dict[int, int]]
-
 _SMALL = 2**16  # bytes of micro-batches that go along with the order, if there are more than one
 
 
@@ -83,7 +81,7 @@ class Step:
         self._returned = _Returned(order.m)
         self._ends: list[list[Tensor]] = []  # per micro-batch, received tensors with a gradient
         self._live = False
-        self._batches = [self._outgoing(i, batch) for i, batch in enumerate(batches)]
+        self._batches = batches
 
     # ------------------------------------------------------------------------------- forward
 
@@ -163,17 +161,25 @@ class Step:
         """
         number = self.order.step
         self._port.steps[number] = self
-        brought, inputs, targets = self._lay_out()
+        batches, self._batches = self._batches, []
+        first, inputs, targets = _groups(batches)
         orders = [replace(self.order, program=program, loss=None) for program in self._programs]
-        orders[0] = replace(orders[0], groups=inputs)
+        orders[0] = replace(orders[0], groups={None: inputs})
         orders[-1] = replace(
-            orders[-1], groups={**orders[-1].groups, **targets}, loss=self.order.loss
+            orders[-1], groups={**orders[-1].groups, TARGETS: targets}, loss=self.order.loss
         )
+        values = [self._outgoing(i, batch) for i, batch in enumerate(batches[:first])]
+        brought = [{None: each[None]} for each in values]
+        # The first stage can compute while the others' orders and the other inputs are made.
         begun = [self._stages[0].call("begin", orders[0], brought)]
         begun += [
             stage.call("begin", order)
             for stage, order in zip(self._stages[1:], orders[1:], strict=True)
         ]
+        values += [self._outgoing(i, batch) for i, batch in enumerate(batches[first:], first)]
+        self._lay_out(values, None, inputs)
+        if self.order.loss is not None:
+            self._lay_out(values, TARGETS, targets)
         last = self.order.m - 1
         answers = [self._take(0)] if last else []
         answers.append(self._stages[-1].call("take", number, last, None))
@@ -187,39 +193,11 @@ class Step:
         """Ask for the outputs before the last, which are worth no message of their own each."""
         return self._stages[-1].call("take_several", self.order.step, first, self.order.m - 1)
 
-    def _lay_out(self) -> tuple[list[Values], Groups, Groups]:
-        """Leave the micro-batches where stages ask for them, in groups worth a message each.
-
-        Returns the first, which go along with the order, and the groups of inputs and of targets.
-        At least one goes along, so that the first stage can start at once, and small ones, which
-        cost more to ask for than to send.
-        """
-        batches, self._batches = self._batches, []
-        total, brought = 0, list[Values]()
-        for i, values in enumerate(batches):
-            total += size(values[None])
-            if i and total > _SMALL:
-                break
-            brought.append({None: values[None]})
-        inputs, targets = (
-            {name: self._put_in_groups(name, first, batches) for name in names}
-            for names, first in (((None,), len(brought)), (batches[0].keys() - {None}, 0))
-        )
-        return brought, inputs, targets
-
-    def _put_in_groups(self, name: Name, first: int, batches: list[Values]) -> dict[int, int]:
-        """Returns how many micro-batches there are in a group, by the first of them."""
-        counts: dict[int, int] = {}
-        while first < len(batches):
-            group = [batches[first][name]]
-            for values in batches[first + 1 :]:
-                if size(group) >= WORTH:
-                    break
-                group.append(values[name])
-            self._port.put(self.order.step, first, name, group)
-            counts[first] = len(group)
-            first += len(group)
-        return counts
+    def _lay_out(self, values: list[Values], name: Name, groups: dict[int, int]) -> None:
+        """Leave what the stages ask for."""
+        for i, count in groups.items():
+            group = [each[name] for each in values[i : i + count]]
+            self._port.put(self.order.step, i, name, group)
 
     def _receive(self, answers: list[Future[Any]]) -> list[Any]:
         """What the last stage hands on for each micro-batch, or the `Failure` that is there."""
@@ -411,6 +389,33 @@ class Step:
     def __del__(self) -> None:
         if self._live:  # the output is gone, and with it any way to a backward pass
             self.abandon()
+
+
+def _groups(batches: list[Any]) -> tuple[int, dict[int, int], dict[int, int]]:
+    """How many micro-batches go along with the order, and the groups of the other inputs and of
+    the targets, as in `Order`: each is worth a message.
+
+    At least one goes along, so that the first stage can start at once, and small ones, which cost
+    more to ask for than to send.
+    """
+    inputs = [size(batch[:2]) for batch in batches]
+    targets = [size(batch[2:]) for batch in batches]
+    total, first = inputs[0], 1
+    while first < len(batches) and total + inputs[first] <= _SMALL:
+        total += inputs[first]
+        first += 1
+    return first, _worth_a_message(inputs, first), _worth_a_message(targets, 0)
+
+
+def _worth_a_message(sizes: list[int], first: int) -> dict[int, int]:
+    groups: dict[int, int] = {}
+    total = WORTH
+    for i, nbytes in enumerate(sizes[first:], first):
+        if total >= WORTH:
+            start, total = i, 0
+        groups[start] = groups.get(start, 0) + 1
+        total += nbytes
+    return groups
 
 
 class _Shape:
