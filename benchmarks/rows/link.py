@@ -134,6 +134,11 @@ def batch(rows: int) -> Tensor:
     return torch.randn(rows, 64, generator=torch.Generator().manual_seed(1))
 
 
+def _one_thread(_: nn.Module) -> None:
+    """Each host sees two cores and gives its one stage two threads; there are two for both hosts."""
+    torch.set_num_threads(1)
+
+
 class Ours:
     """A process of ours; the first host's holds the driver as well."""
 
@@ -153,6 +158,8 @@ class Ours:
         self.pipe = rpcpipe.Pipe(
             whole, self.world, balance=even(4, 2), chunks=workloads.M, checkpoint=MODE
         )
+        for j in range(2):
+            self.pipe.apply_to_stage(j, _one_thread)
         self.x = batch(rows)
 
     def time(self) -> float:
