@@ -85,20 +85,9 @@ class Mailbox:
 
         Answered when the last of them is there.
         """
-        answer: Future[list[Any]] = Future()
-        values: list[Any] = []
-
-        def go_on(parcel: Future[Any]) -> None:
-            while parcel.done():
-                values.append(parcel.value())
-                if first + len(values) == end or size(values) >= WORTH:
-                    answer.set_result(values)
-                    return
-                parcel = self.take(step, first + len(values))
-            parcel.add_done_callback(go_on)
-
-        go_on(self.take(step, first))
-        return answer
+        several = _Several(self, step, first, end)
+        several.go_on(self.take(step, first))
+        return several.answer
 
     def put(self, step: int, i: int, name: Name, value: Any) -> None:
         future = self._meet((step, i, name))
@@ -125,3 +114,23 @@ class Mailbox:
             if future is None:
                 future = self._open[key] = Future()
             return future
+
+
+class _Several:
+    """Parcels that are put together. Not a closure: that would keep them, and itself."""
+
+    def __init__(self, mailbox: Mailbox, step: int, first: int, end: int) -> None:
+        self.answer: Future[list[Any]] = Future()
+        self._mailbox, self._step, self._first, self._end = mailbox, step, first, end
+        self._values: list[Any] = []
+
+    def go_on(self, parcel: Future[Any]) -> None:
+        """Add a parcel that is there, or once it is, and those that follow."""
+        while parcel.done():
+            self._values.append(parcel.value())
+            following = self._first + len(self._values)
+            if following == self._end or size(self._values) >= WORTH:
+                self.answer.set_result(self._values)
+                return
+            parcel = self._mailbox.take(self._step, following)
+        parcel.add_done_callback(self.go_on)

@@ -31,7 +31,9 @@ from rpcpipe.skip.store import SkipStore, use_store
 from rpcpipe.slot import Slot
 from rpcpipe.tied import Ties
 
-__all__ = ["Event", "Order", "Partition", "Stage"]
+__all__ = ["AHEAD", "Event", "Order", "Partition", "Stage"]
+
+AHEAD = 2  # micro-batches: how long before their gradients are needed large ones are sent
 
 Values = dict[Name, Any]  # what a micro-batch receives or hands on
 
@@ -116,6 +118,9 @@ class _Run:
         ]
         self.gradients: list[Slot[Any]] = [Slot() for _ in range(order.m)]
         self.departures: list[Slot[Any]] = [Slot() for _ in range(order.m)]
+        self.reached = order.m  # the micro-batch whose backward pass was the last to begin
+        self.turns: dict[int, Future[None]] = {}
+        self.turning = threading.Lock()
         self.done: Future[None] = Future()  # when the last task is, or none will follow
 
     def arrive(self, i: int, gradients: boundary.Gradients) -> None:
@@ -125,6 +130,20 @@ class _Run:
         departing = self.departures[i].result()
         self.departures[i] = Slot()  # as large as the stage's input: not kept until all are done
         return departing  # type: ignore[no-any-return]
+
+    def turn(self, i: int) -> Future[None]:
+        """Answered when the gradients of micro-batch ``i`` will soon be needed."""
+        with self.turning:
+            if self.reached <= i + AHEAD:
+                return transport.completed(None)
+            return self.turns.setdefault(i, Future())
+
+    def reach(self, i: int) -> None:
+        with self.turning:
+            self.reached = i
+            due = [self.turns.pop(k) for k in list(self.turns) if i <= k + AHEAD]
+        for future in due:
+            future.set_result(None)
 
     def abort(self, why: str) -> None:
         """Let everybody who waits for this run, now or later, have an exception instead.
@@ -136,10 +155,12 @@ class _Run:
         for slot in [*slots, *self.gradients, *self.departures]:
             with suppress(InvalidStateError):
                 slot.set_exception(_Dropped(why))
+        self.reach(0)
 
     def give_up(self) -> None:
         """End the backward pass here; stages before this one have no gradients to expect."""
         self.over = True
+        self.reach(0)
         for slot in self.departures:
             _settle(slot, None)
 
@@ -264,6 +285,14 @@ class Stage:
             return transport.completed(None)
         self._jobs.put(lambda: self._begin_backward(run))
         return run.done
+
+    def turn(self, step: int, i: int) -> Future[None]:
+        """Answered when the gradients of micro-batch ``i`` are to be sent, if they are large.
+
+        All at once, they would wait here, as large as the outputs of the whole mini-batch.
+        """
+        run = self._runs.get(step)
+        return transport.completed(None) if run is None else run.turn(i)
 
     def collect(self, context: int, token: Tensor) -> Tensor:
         """Have the gradients of this context's steps delivered to it when it reaches the token.
@@ -547,6 +576,7 @@ class Stage:
     def _backward(self, run: _Run, i: int) -> None:
         self._do("waits for the gradient of micro-batch {i} of step {step}", run, i)
         gradients = run.gradients[i].result()
+        run.reach(i)
         self._do("computes the backward pass of micro-batch {i} of step {step}", run, i)
         run.gradients[i] = Slot()  # as large as the stage's output: not kept until all are done
         kept = run.kept.pop(i)

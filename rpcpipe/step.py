@@ -19,7 +19,8 @@ from rpcpipe import boundary, microbatch, schedule, transport, trees
 from rpcpipe.errors import Failure, StageLost, StageTimeout
 from rpcpipe.loss import TARGETS
 from rpcpipe.mailbox import WORTH, Mailbox, Name, Parcel, size
-from rpcpipe.stage import Order, Values
+from rpcpipe.slot import Slot
+from rpcpipe.stage import AHEAD, Order, Values
 from rpcpipe.timeline import shown
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Port", "Step"]
 
+_LARGE = 2**24  # bytes of gradients that do not go to the last stage all at once
 _SMALL = 2**16  # bytes of micro-batches that go along with the order, if there are more than one
 
 
@@ -80,6 +82,7 @@ class Step:
         self._leaves: list[list[Tensor]] = []  # per micro-batch, those with a gradient of the input
         self._returned = _Returned(order.m)
         self._ends: list[list[Tensor]] = []  # per micro-batch, received tensors with a gradient
+        self._gates: list[Slot[None]] = []  # of the first micro-batches, shut until their turn
         self._live = False
         self._batches = batches
 
@@ -290,6 +293,7 @@ class Step:
         engine = tape.backward(roots)
         # The last stage is the first to have a gradient.
         ended = [s.call("announce", self.order.step) for s in reversed(self._stages)]
+        self._open_gates(engine)
         what = f"to end the backward pass of step {self.order.step}"
         for k, answer in enumerate(ended):
             transport.wait(answer, f"stage {len(ended) - 1 - k} {what}", unless=engine)
@@ -299,6 +303,21 @@ class Step:
             transport.wait(answer, f"the input's gradient in step {self.order.step}", unless=engine)
             for answer in self._returned.answers
         ]
+
+    def _open_gates(self, engine: Future[None]) -> None:
+        """Let gradients go to the last stage when it will soon need them."""
+        number, opened = self.order.step, 0
+        try:
+            for i in reversed(range(len(self._gates))):
+                answer = self._stages[-1].call("turn", number, i)
+                transport.wait(
+                    answer, f"the turn of micro-batch {i} in step {number}", unless=engine
+                )
+                self._gates[i].set_result(None)
+                opened += 1
+        finally:
+            for gate in self._gates[: len(self._gates) - opened]:
+                gate.set_result(None)
 
     def _input_gradients(self, found: list[boundary.Gradients]) -> list[Tensor | None]:
         """Those of the micro-batches put together; ``None`` where no micro-batch has any."""
@@ -317,9 +336,14 @@ class Step:
 
         The engine takes first what was created last.
         """
+        rows = self._divide(gradients)
+        sizes = [size(row) for row in rows]
+        large = sum(sizes) > _LARGE and min(sizes) >= WORTH  # then each is in a message of its own
+        self._gates = [Slot() for _ in rows[:-AHEAD]] if large else []
+        gates = [*self._gates, *[None] * (self.order.m - len(self._gates))]
         return [
-            boundary.root(ends, functools.partial(_owned, row))
-            for ends, row in zip(self._ends, self._divide(gradients), strict=True)
+            boundary.root(ends, functools.partial(_owned, row, gate))
+            for ends, row, gate in zip(self._ends, rows, gates, strict=True)
         ]
 
     def _divide(self, gradients: boundary.Gradients) -> list[list[Tensor | None]]:
@@ -444,6 +468,8 @@ def _split(gradient: Tensor | None, shapes: Sequence[_Shape]) -> Sequence[Tensor
     return gradient.split([shape.rows or 0 for shape in shapes])  # type: ignore[no-any-return]
 
 
-def _owned(row: list[Tensor | None]) -> boundary.Gradients:
-    """The same as tensors that own their memory: they are sent."""
+def _owned(row: list[Tensor | None], gate: Slot[None] | None) -> boundary.Gradients:
+    """The same as tensors that own their memory: they are sent, once the gate is open."""
+    if gate is not None:
+        gate.result()
     return [None if gradient is None else gradient.clone() for gradient in row]

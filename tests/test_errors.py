@@ -163,6 +163,29 @@ def test_other_checkpoint_modes_report_as_well(world: World, checkpoint: str) ->
     check_next_step(pipe, plain)
 
 
+class Widen(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, marks = value
+        return x.repeat(1, 2**21), marks
+
+
+@two
+@pytest.mark.parametrize("i", range(M))
+@pytest.mark.parametrize("stage", range(2))
+def test_failures_are_reported_while_large_gradients_wait_for_their_turn(
+    world: World, stage: int, i: int
+) -> None:
+    plain = trips(2).append(Widen())
+    pipe = rpcpipe.Pipe(plain, world, balance=[2, 2], chunks=M, checkpoint="always")
+    for phase in PHASES[1:]:
+        assert where(fail(pipe, mark((stage, i, phase)))) == (stage, i, phase)
+    pipe.zero_grad()
+    x, marks = clean()
+    pipe(x, marks)[0].sum().backward()
+    plain[1:](plain[0](x, marks))[0].sum().backward()
+    check_equal(all_grads(pipe), grads(plain))
+
+
 @two
 @pytest.mark.parametrize("kind", KINDS)
 def test_cause_is_the_original_or_names_it(world: World, kind: str) -> None:
