@@ -135,7 +135,7 @@ def batch(rows: int) -> Tensor:
 
 
 def _one_thread(_: nn.Module) -> None:
-    """Each host sees two cores and gives its one stage two threads; there are two for both hosts."""
+    """Each host sees two cores and gives its stage two threads; there are two for both hosts."""
     torch.set_num_threads(1)
 
 
