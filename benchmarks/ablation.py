@@ -48,13 +48,13 @@ class LateFetch(Stage):
 
     def begin(self, order: Order, brought: Sequence[Values] = ()) -> None:
         self._wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._unasked: dict[int, tuple[_Run, int, Values]] = {}
+        self._unasked: dict[int, tuple[_Run, int]] = {}
         super().begin(order, brought)
         for _ in range(order.m):  # on this thread, which is in the step's autograd context
             super()._ask(*self._unasked[self._wanted.get(timeout=60)])
 
-    def _ask(self, run: _Run, i: int, there: Values) -> None:
-        self._unasked[i] = run, i, there
+    def _ask(self, run: _Run, i: int) -> None:
+        self._unasked[i] = run, i
 
     def _execute(self, run: _Run, task: Task) -> None:
         if task.kind == "F":

@@ -258,22 +258,21 @@ class Stage:
             for name, value in values.items():
                 _settle(slots[name], value)
         self._jobs.put(lambda: self._advance(run))
-        self._ask(run)
+        for i in range(order.m):
+            self._ask(run, i)
 
     def _sources_for(self, order: Order) -> dict[Name, transport.Remote]:
         return self._sources if order.loss is None else {**self._sources, TARGETS: self._driver}
 
-    def _ask(self, run: _Run) -> None:
-        """Ask for the inputs of all micro-batches, but for those that have come with the order."""
+    def _ask(self, run: _Run, i: int) -> None:
+        """Ask for the inputs of a micro-batch, but for those that come with others or the order."""
         order = run.order
-        sources = self._sources_for(order)
-        for i in range(order.m):
-            for name, source in sources.items():
-                count = order.groups[name].get(i, 0) if name in order.groups else 1
-                if count:
-                    slots = [run.received[k][name] for k in range(i, i + count)]
-                    answer = source.call("take", order.step, i, name)
-                    answer.add_done_callback(_forward_to(slots))
+        for name, source in self._sources_for(order).items():
+            count = order.groups[name].get(i, 0) if name in order.groups else 1
+            if count:
+                slots = [run.received[k][name] for k in range(i, i + count)]
+                answer = source.call("take", order.step, i, name)
+                answer.add_done_callback(_forward_to(slots))
 
     def announce(self, step: int) -> Future[None]:
         """The backward pass has begun: what can be done before a gradient arrives may be.
