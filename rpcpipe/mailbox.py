@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from rpcpipe import transport, trees
 from rpcpipe.errors import Failure
 from rpcpipe.skip.namespace import Key
 
-__all__ = ["WORTH", "Mailbox", "Name", "Parcel", "require_picklable", "size"]
+__all__ = ["WORTH", "Mailbox", "Name", "Parcel", "groups", "require_picklable"]
 
 # Bytes of tensors that are worth a message of their own. One costs half a millisecond of processor
 # time in each of two processes, and so do as many bytes; a link of 1 Gbit/s takes 8 ms for them.
@@ -61,9 +62,20 @@ def require_picklable(value: Any) -> None:
             ) from exc
 
 
-def size(value: Any) -> int:
-    """Bytes of the tensors of a pytree."""
-    return sum(tensor.nbytes for tensor in trees.tensors(value))
+def groups(sizes: Sequence[int], first: int = 0) -> dict[int, int]:
+    """Micro-batches from ``first`` on, of so many bytes each, in groups worth a message.
+
+    Returns how many there are in each, by the first of them. `Mailbox.take_several` makes the same
+    groups as values come.
+    """
+    found: dict[int, int] = {}
+    total = WORTH
+    for i, nbytes in enumerate(sizes[first:], first):
+        if total >= WORTH:
+            start, total = i, 0
+        found[start] = found.get(start, 0) + 1
+        total += nbytes
+    return found
 
 
 class Mailbox:
@@ -123,13 +135,15 @@ class _Several:
         self.answer: Future[list[Any]] = Future()
         self._mailbox, self._step, self._first, self._end = mailbox, step, first, end
         self._values: list[Any] = []
+        self._nbytes = 0
 
     def go_on(self, parcel: Future[Any]) -> None:
         """Add a parcel that is there, or once it is, and those that follow."""
         while parcel.done():
             self._values.append(parcel.value())
+            self._nbytes += trees.nbytes(self._values[-1])
             following = self._first + len(self._values)
-            if following == self._end or size(self._values) >= WORTH:
+            if following == self._end or self._nbytes >= WORTH:
                 self.answer.set_result(self._values)
                 return
             parcel = self._mailbox.take(self._step, following)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rpcpipe import log, microbatch, schedule
+from rpcpipe import log, microbatch, schedule, trees
 from rpcpipe.balance.partition import even, partition
 from rpcpipe.balance.profile import check, layer_holdings, pass_times, weight_bytes, whole_times
 from rpcpipe.schedule import Costs
@@ -246,7 +246,7 @@ def _profile(model: nn.Sequential, sample: Any, m: int, factor: float, repeats: 
         for mode in ("never", "always")
     }
     layers["except_last"] = layers["always"]
-    entering = sum(t.nbytes for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
+    entering = trees.nbytes(batch)
     popped = {
         key: k
         for k, layer in enumerate(model)

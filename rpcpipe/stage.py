@@ -119,7 +119,7 @@ class _Run:
         self.gradients: list[Slot[Any]] = [Slot() for _ in range(order.m)]
         self.departures: list[Slot[Any]] = [Slot() for _ in range(order.m)]
         self.reached = order.m  # the micro-batch whose backward pass was the last to begin
-        self.turns: dict[int, Future[None]] = {}
+        self.turns: dict[int, Future[None]] = {}  # asked for, and not reached
         self.turning = threading.Lock()
         self.done: Future[None] = Future()  # when the last task is, or none will follow
 
@@ -140,7 +140,7 @@ class _Run:
 
     def reach(self, i: int) -> None:
         with self.turning:
-            self.reached = i
+            self.reached = min(self.reached, i)  # also after `abort`, on another thread
             due = [self.turns.pop(k) for k in list(self.turns) if i <= k + AHEAD]
         for future in due:
             future.set_result(None)

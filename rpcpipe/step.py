@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from rpcpipe import boundary, microbatch, schedule, transport, trees
 from rpcpipe.errors import Failure, StageLost, StageTimeout
 from rpcpipe.loss import TARGETS
-from rpcpipe.mailbox import WORTH, Mailbox, Name, Parcel, size
+from rpcpipe.mailbox import WORTH, Mailbox, Name, Parcel, groups
 from rpcpipe.slot import Slot
 from rpcpipe.stage import AHEAD, Order, Values
 from rpcpipe.timeline import shown
@@ -165,12 +165,10 @@ class Step:
         number = self.order.step
         self._port.steps[number] = self
         batches, self._batches = self._batches, []
-        first, inputs, targets = _groups(batches)
-        orders = [replace(self.order, program=program, loss=None) for program in self._programs]
-        orders[0] = replace(orders[0], groups={None: inputs})
-        orders[-1] = replace(
-            orders[-1], groups={**orders[-1].groups, TARGETS: targets}, loss=self.order.loss
-        )
+        first = _first(batches)
+        inputs = groups([trees.nbytes(batch[:2]) for batch in batches], first)
+        targets = groups([trees.nbytes(batch[2:]) for batch in batches])
+        orders = self._orders(inputs, targets)
         values = [self._outgoing(i, batch) for i, batch in enumerate(batches[:first])]
         brought = [{None: each[None]} for each in values]
         # The first stage can compute while the others' orders and the other inputs are made.
@@ -192,8 +190,16 @@ class Step:
                 return [transport.completed(failure.at(j, None, "begin"))]
         return answers
 
+    def _orders(self, inputs: dict[int, int], targets: dict[int, int]) -> list[Order]:
+        """Those of the stages; the driver's groups are of no concern to stages in between."""
+        orders = [replace(self.order, program=program, loss=None) for program in self._programs]
+        orders[0] = replace(orders[0], groups={None: inputs})
+        theirs = {**orders[-1].groups, TARGETS: targets}
+        orders[-1] = replace(orders[-1], groups=theirs, loss=self.order.loss)
+        return orders
+
     def _take(self, first: int) -> Future[Any]:
-        """Ask for the outputs before the last, which are worth no message of their own each."""
+        """Ask for outputs from a micro-batch on, a message's worth; not for the last one's."""
         return self._stages[-1].call("take_several", self.order.step, first, self.order.m - 1)
 
     def _lay_out(self, values: list[Values], name: Name, groups: dict[int, int]) -> None:
@@ -306,17 +312,16 @@ class Step:
 
     def _open_gates(self, engine: Future[None]) -> None:
         """Let gradients go to the last stage when it will soon need them."""
-        number, opened = self.order.step, 0
+        shut = list(self._gates)
         try:
-            for i in reversed(range(len(self._gates))):
-                answer = self._stages[-1].call("turn", number, i)
-                transport.wait(
-                    answer, f"the turn of micro-batch {i} in step {number}", unless=engine
-                )
-                self._gates[i].set_result(None)
-                opened += 1
-        finally:
-            for gate in self._gates[: len(self._gates) - opened]:
+            while shut:
+                i = len(shut) - 1
+                what = f"the turn of micro-batch {i} in step {self.order.step}"
+                answer = self._stages[-1].call("turn", self.order.step, i)
+                transport.wait(answer, what, unless=engine)
+                shut.pop().set_result(None)
+        finally:  # if the step ends otherwise, the engine is to end as well
+            for gate in shut:
                 gate.set_result(None)
 
     def _input_gradients(self, found: list[boundary.Gradients]) -> list[Tensor | None]:
@@ -337,7 +342,7 @@ class Step:
         The engine takes first what was created last.
         """
         rows = self._divide(gradients)
-        sizes = [size(row) for row in rows]
+        sizes = [trees.nbytes(row) for row in rows]
         large = sum(sizes) > _LARGE and min(sizes) >= WORTH  # then each is in a message of its own
         self._gates = [Slot() for _ in rows[:-AHEAD]] if large else []
         gates = [*self._gates, *[None] * (self.order.m - len(self._gates))]
@@ -415,31 +420,18 @@ class Step:
             self.abandon()
 
 
-def _groups(batches: list[Any]) -> tuple[int, dict[int, int], dict[int, int]]:
-    """How many micro-batches go along with the order, and the groups of the other inputs and of
-    the targets, as in `Order`: each is worth a message.
+def _first(batches: list[Any]) -> int:
+    """How many micro-batches go along with the order.
 
-    At least one goes along, so that the first stage can start at once, and small ones, which cost
-    more to ask for than to send.
+    At least one, so that the first stage can start at once, and small ones, which cost more to ask
+    for than to send.
     """
-    inputs = [size(batch[:2]) for batch in batches]
-    targets = [size(batch[2:]) for batch in batches]
-    total, first = inputs[0], 1
-    while first < len(batches) and total + inputs[first] <= _SMALL:
-        total += inputs[first]
-        first += 1
-    return first, _worth_a_message(inputs, first), _worth_a_message(targets, 0)
-
-
-def _worth_a_message(sizes: list[int], first: int) -> dict[int, int]:
-    groups: dict[int, int] = {}
-    total = WORTH
-    for i, nbytes in enumerate(sizes[first:], first):
-        if total >= WORTH:
-            start, total = i, 0
-        groups[start] = groups.get(start, 0) + 1
-        total += nbytes
-    return groups
+    total = 0
+    for i, batch in enumerate(batches):
+        total += trees.nbytes(batch[:2])
+        if i and total > _SMALL:
+            return i
+    return len(batches)
 
 
 class _Shape:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["map_tensors", "others", "register", "tensors"]
+__all__ = ["map_tensors", "nbytes", "others", "register", "tensors"]
 
 Children = Callable[[Any], tuple[Any, ...]]
 Rebuild = Callable[..., Any]
@@ -56,6 +56,11 @@ def tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
     _sort(value, found, [])
     return found
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of all tensors in it."""
+    return sum(tensor.nbytes for tensor in tensors(value))
 
 
 def others(value: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections import Counter
 from typing import Any
@@ -16,7 +17,7 @@ from toys import all_grads, check_equal, grads
 import rpcpipe
 from rpcpipe import World, transport
 from rpcpipe.errors import Failure
-from rpcpipe.mailbox import WORTH, Mailbox, Parcel
+from rpcpipe.mailbox import WORTH, Mailbox, Parcel, groups
 from rpcpipe.stage import AHEAD, Stage
 
 two = pytest.mark.parametrize("world", [2], indirect=True)
@@ -56,6 +57,20 @@ def test_large_values_are_taken_alone_and_a_group_ends_with_one() -> None:
     assert len(box.take_several(0, 1, 5).value()) == 2
     assert len(box.take_several(0, 3, 5).value()) == 2
     assert not box._open
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_knows_the_sizes_makes_the_same_groups(seed: int) -> None:
+    rng = random.Random(seed)
+    elements = [rng.choice([0, 1, LARGE // 3, LARGE // 2, LARGE, 2 * LARGE]) for _ in range(12)]
+    box = Mailbox()
+    for i, count in enumerate(elements):
+        box.put(0, i, None, parcel(count))
+    found, first = {}, 2
+    while first < len(elements):
+        found[first] = len(box.take_several(0, first, len(elements)).value())
+        first += found[first]
+    assert groups([4 * count for count in elements], 2) == found
 
 
 def test_a_thousand_that_are_there_are_taken_together() -> None:
